@@ -1,0 +1,1 @@
+"""AgentENV: isolated agent environments, one microVM each, behind the E2B API."""

@@ -1,0 +1,82 @@
+"""What a verb may ask of the network: a slot, with its policy, and nothing else.
+
+A slot is everything a sandbox has of the host's network: a namespace with a tap
+in it, a veth pair to the host, firewall rules and one host-side address. The
+inner link is the same in every slot, because it is part of a guest's snapshot:
+guest 169.254.0.21/30, gateway and resolver 169.254.0.22, fixed MAC addresses.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from ipaddress import IPv4Address, IPv4Network
+from pathlib import Path
+from typing import Final, Protocol
+
+GUEST_ADDRESS: Final = IPv4Address("169.254.0.21")
+GATEWAY_ADDRESS: Final = IPv4Address("169.254.0.22")
+LINK_PREFIX: Final = 30
+GUEST_MAC: Final = "02:ae:00:00:00:21"
+GATEWAY_MAC: Final = "02:ae:00:00:00:22"
+TAP_NAME: Final = "tap0"
+
+
+@dataclass(frozen=True, slots=True)
+class EgressPolicy:
+    """What a sandbox may reach. *allow_out* wins over *deny_out*.
+
+    ``allow_internet`` None means that the caller said nothing: the default
+    (reach the internet, no private range) applies and is shown as null.
+    """
+
+    allow_internet: bool | None = None
+    allow_out: tuple[IPv4Network, ...] = ()
+    deny_out: tuple[IPv4Network, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A network place, ready for a VMM to be started in."""
+
+    index: int
+    address: IPv4Address  # the host reaches every port of the guest here
+    netns: Path  # bind mount of the namespace
+    tap: str = TAP_NAME
+
+
+class Slots(Protocol):
+    """The slots of one node."""
+
+    async def acquire(self, owner: str, policy: EgressPolicy) -> Slot:
+        """Take a slot for *owner* (a sandbox id); *policy* is in force before this returns.
+
+        Raises `Exhausted` when the range has no free index. Cancelled, nothing is taken.
+        """
+        ...
+
+    async def adopt(self, owner: str, index: int, policy: EgressPolicy) -> Slot:
+        """Take back the slot *index* that *owner* held before this process started.
+
+        Its namespace is left as it is (a VMM is running in it); rules are applied
+        anew. Raises `NotFound` when its namespace is gone.
+        """
+        ...
+
+    async def apply(self, slot: Slot, policy: EgressPolicy) -> None:
+        """Replace the policy of a slot in one atomic step; established flows go on."""
+        ...
+
+    async def release(self, slot: Slot) -> None:
+        """Give a slot back. The caller has made sure that its VMM is dead. Idempotent.
+
+        The slot's address is not given out again before connection tracking has
+        forgotten it. Never raises for a slot that is already gone.
+        """
+        ...
+
+    async def reconcile(self, keep: Collection[int]) -> int:
+        """Remove every slot of this node that is not in *keep*; return how many were removed."""
+        ...
+
+    def held(self) -> dict[str, int]:
+        """Owner to slot index, of all slots now taken."""
+        ...
