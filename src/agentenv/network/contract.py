@@ -8,9 +8,11 @@ guest 169.254.0.21/30, gateway and resolver 169.254.0.22, fixed MAC addresses.
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from ipaddress import IPv4Address, IPv4Network
+from ipaddress import IPv4Address
 from pathlib import Path
 from typing import Final, Protocol
+
+from agentenv.model.policy import EgressPolicy
 
 GUEST_ADDRESS: Final = IPv4Address("169.254.0.21")
 GATEWAY_ADDRESS: Final = IPv4Address("169.254.0.22")
@@ -18,19 +20,6 @@ LINK_PREFIX: Final = 30
 GUEST_MAC: Final = "02:ae:00:00:00:21"
 GATEWAY_MAC: Final = "02:ae:00:00:00:22"
 TAP_NAME: Final = "tap0"
-
-
-@dataclass(frozen=True, slots=True)
-class EgressPolicy:
-    """What a sandbox may reach. *allow_out* wins over *deny_out*.
-
-    ``allow_internet`` None means that the caller said nothing: the default
-    (reach the internet, no private range) applies and is shown as null.
-    """
-
-    allow_internet: bool | None = None
-    allow_out: tuple[IPv4Network, ...] = ()
-    deny_out: tuple[IPv4Network, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,38 @@
+"""The shape of a virtual machine, and what must match for its state to load elsewhere."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Fixed when a template is built; part of every snapshot made from it."""
+
+    vcpu_count: int
+    memory_mib: int
+    disk_mib: int
+
+    @property
+    def memory_bytes(self) -> int:
+        return self.memory_mib << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Fingerprint:
+    """A device state loads only where all of this is the same."""
+
+    driver: str  # "qemu" or "firecracker"
+    vmm_version: str
+    accelerator: str  # "tcg" or "kvm"
+    cpu_model: str
+    guest_digest: str  # kernel and initramfs
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessIdentity:
+    """One process, told apart from a later one that was given the same pid.
+
+    ``start_time`` is field 22 of /proc/PID/stat, in clock ticks since boot.
+    """
+
+    pid: int
+    start_time: int

@@ -1,0 +1,123 @@
+"""What a verb may ask of a virtual machine monitor. QEMU and Firecracker give the same.
+
+A driver starts VMM processes that outlive this server, finds them again after a
+restart, and saves and loads *device* state. Guest memory and disks belong to
+storage: a driver only opens the paths that a plan names.
+"""
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Protocol
+
+from agentenv.model.ids import SandboxId
+from agentenv.model.machine import Fingerprint, Machine, ProcessIdentity
+
+
+@dataclass(frozen=True, slots=True)
+class BlockTarget:
+    """A file or device that holds a disk, and how to read it."""
+
+    path: Path
+    format: Literal["raw", "qcow2"]
+
+
+@dataclass(frozen=True, slots=True)
+class VmPlan:
+    """Everything that a VMM's command line is made from. Pure values, no I/O."""
+
+    sandbox_id: SandboxId
+    generation: int
+    machine: Machine
+    kernel: Path
+    initramfs: Path
+    memory_path: Path  # mapped privately: written pages stay in the VMM
+    disk: BlockTarget
+    netns: Path
+    tap: str
+    run_dir: Path  # of this sandbox and generation: sockets, console log, VMM log; made by the driver, removed by the verb
+    balloon: bool = False  # only over memory whose path survives hole punches
+    init: str | None = None  # the image's own init to run as PID 1 beside the agent
+
+
+@dataclass(frozen=True, slots=True)
+class VmmExit:
+    """How a VMM ended: ``code`` is negative for a signal, None where it was not our child; ``log_tail`` is what it last said."""
+
+    code: int | None
+    log_tail: str
+
+
+type Prepare = Callable[[int], Awaitable[None]]
+
+
+class Instance(Protocol):
+    """One VMM process, from start to stop.
+
+    Every call is bounded by the driver's own time-out and raises `Unavailable`
+    when the VMM is gone or silent; none needs a healthy guest.
+    """
+
+    @property
+    def process(self) -> ProcessIdentity: ...
+
+    @property
+    def plan(self) -> VmPlan: ...
+
+    async def pause(self) -> None:
+        """Stop the virtual CPUs and drain the disk; return when nothing in the guest moves. Idempotent."""
+        ...
+
+    async def resume(self) -> None:
+        """Let the virtual CPUs run. Idempotent."""
+        ...
+
+    async def save_device_state(self, path: Path) -> None:
+        """Write device state, without memory, to *path*, durably. The VM is paused and stays so."""
+        ...
+
+    async def switch_disk(self, target: BlockTarget) -> None:
+        """Make guest writes go to *target*, an empty file whose backing is the present disk.
+
+        Works on a running and on a paused VM; when it raises, nothing was switched.
+        """
+        ...
+
+    async def wait_exit(self) -> VmmExit:
+        """Return when the process has ended, however it ended. Any number of callers."""
+        ...
+
+    async def stop(self) -> None:
+        """Kill the VMM and return when the process is gone (pid and start time). Idempotent; never needs the guest."""
+        ...
+
+
+class Vmm(Protocol):
+    """A driver."""
+
+    async def fingerprint(self) -> Fingerprint:
+        """What snapshots made here need in order to load. Probed once, then cached.
+
+        Raises `Unsupported` when the VMM is missing or lacks what we need; the hint says what to install.
+        """
+        ...
+
+    async def boot(self, plan: VmPlan) -> Instance:
+        """Start a fresh VM on zeroed memory; return when it runs (not when the guest is ready)."""
+        ...
+
+    async def restore(self, plan: VmPlan, device_state: Path, prepare: Prepare) -> Instance:
+        """Start a VMM, let *prepare* finish its memory, load *device_state*; return it paused.
+
+        *prepare* is called with the pid once the memory path is mapped and before any
+        device state is loaded. Cancelled or failed, no process is left behind.
+        """
+        ...
+
+    async def adopt(self, plan: VmPlan, process: ProcessIdentity) -> Instance:
+        """Take over a VMM started by an earlier server; `NotFound` if that very process is gone."""
+        ...
+
+    async def reap(self, root: Path, keep: frozenset[int]) -> list[int]:
+        """Kill every VMM process whose run directory is below *root* and whose pid is not in *keep*; return their pids."""
+        ...
