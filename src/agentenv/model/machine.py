@@ -1,6 +1,8 @@
 """The shape of a virtual machine, and what must match for its state to load elsewhere."""
 
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,6 +16,14 @@ class Machine:
     @property
     def memory_bytes(self) -> int:
         return self.memory_mib << 20
+
+
+@dataclass(frozen=True, slots=True)
+class BlockTarget:
+    """A file or device that holds a disk, and how to read it."""
+
+    path: Path
+    format: Literal["raw", "qcow2"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,13 +8,13 @@ them, so that a restarted server can pick up or remove what an earlier one left.
 from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from agentenv.model.ids import BlobId, LayerId
+from agentenv.model.machine import BlockTarget
 from agentenv.model.snapshot import Stack
-from agentenv.vmm.contract import BlockTarget
 
-type SwitchDisk = Callable[[BlockTarget], Awaitable[None]]
+SwitchDisk: TypeAlias = Callable[[BlockTarget], Awaitable[None]]
 """Points the guest at a new block target; given by the verb, called only by back ends that need it."""
 
 

@@ -8,18 +8,10 @@ storage: a driver only opens the paths that a plan names.
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Protocol, TypeAlias
 
 from agentenv.model.ids import SandboxId
-from agentenv.model.machine import Fingerprint, Machine, ProcessIdentity
-
-
-@dataclass(frozen=True, slots=True)
-class BlockTarget:
-    """A file or device that holds a disk, and how to read it."""
-
-    path: Path
-    format: Literal["raw", "qcow2"]
+from agentenv.model.machine import BlockTarget, Fingerprint, Machine, ProcessIdentity
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,20 +27,23 @@ class VmPlan:
     disk: BlockTarget
     netns: Path
     tap: str
-    run_dir: Path  # of this sandbox and generation: sockets, console log, VMM log; made by the driver, removed by the verb
+    run_dir: Path  # of this generation: sockets, console and VMM logs; the driver makes it, the verb removes it
     balloon: bool = False  # only over memory whose path survives hole punches
     init: str | None = None  # the image's own init to run as PID 1 beside the agent
 
 
 @dataclass(frozen=True, slots=True)
 class VmmExit:
-    """How a VMM ended: ``code`` is negative for a signal, None where it was not our child; ``log_tail`` is what it last said."""
+    """How a VMM ended: ``code`` is negative for a signal, None where it was not our child.
+
+    ``log_tail`` is what it last said.
+    """
 
     code: int | None
     log_tail: str
 
 
-type Prepare = Callable[[int], Awaitable[None]]
+Prepare: TypeAlias = Callable[[int], Awaitable[None]]
 
 
 class Instance(Protocol):
@@ -119,5 +114,5 @@ class Vmm(Protocol):
         ...
 
     async def reap(self, root: Path, keep: frozenset[int]) -> list[int]:
-        """Kill every VMM process whose run directory is below *root* and whose pid is not in *keep*; return their pids."""
+        """Kill every VMM whose run directory is below *root* and whose pid is not in *keep*; return their pids."""
         ...
