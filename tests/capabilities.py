@@ -1,0 +1,106 @@
+"""What this machine can do for tests, found out by trying it.
+
+A test says what it needs (``@pytest.mark.needs("root", "tun")``). Where something
+is missing the test is skipped with the reason; where it is there, the test runs.
+"""
+
+import ctypes
+import os
+import shutil
+import subprocess
+from collections.abc import Callable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Final
+
+REPO: Final = Path(__file__).resolve().parent.parent
+GUEST_DIR: Final = Path(os.environ.get("AENV_GUEST_DIR", REPO / ".cache/guest"))
+BASE_ROOTFS: Final = Path(os.environ.get("AENV_BASE_ROOTFS", REPO / ".cache/base-rootfs.tar"))
+QEMU: Final = os.environ.get("AENV_QEMU", "qemu-system-x86_64")
+_CLONE_NEWNET: Final = 0x4000_0000
+
+
+def find_envd() -> Path | None:
+    """Return the agent binary that set-up built, or None."""
+    named = os.environ.get("AENV_ENVD")
+    places = [Path(named)] if named else [REPO / "target" / part / "release/envd" for part in (_TARGET, "")]
+    return next((place for place in places if place.is_file()), None)
+
+
+_TARGET: Final = "x86_64-unknown-linux-gnu"
+
+
+@cache
+def lack_of(capability: str) -> str | None:
+    """Return why *capability* is missing here, or None when it is there."""
+    return PROBES[capability]()
+
+
+def _root() -> str | None:
+    return None if os.geteuid() == 0 else "not root"
+
+
+def _program(name: str) -> Callable[[], str | None]:
+    def probe() -> str | None:
+        found = shutil.which(name, path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin")
+        return None if found else f"no program {name}"
+
+    return probe
+
+
+def _device(path: str) -> Callable[[], str | None]:
+    def probe() -> str | None:
+        try:
+            os.close(os.open(path, os.O_RDWR | os.O_CLOEXEC))
+        except OSError as error:
+            return f"{path}: {error.strerror}"
+        return None
+
+    return probe
+
+
+def _network_namespaces() -> str | None:
+    done = subprocess.run(["unshare", "--net", "true"], capture_output=True, text=True, check=False)
+    return None if done.returncode == 0 else f"no network namespaces: {done.stderr.strip()}"
+
+
+def _nftables() -> str | None:
+    try:
+        ctypes.CDLL("libnftables.so.1")
+    except OSError:
+        return "no libnftables.so.1"
+    tried = (
+        "import ctypes; n = ctypes.CDLL('libnftables.so.1'); n.nft_ctx_new.restype = ctypes.c_void_p; "
+        "c = ctypes.c_void_p(n.nft_ctx_new(0)); raise SystemExit(n.nft_run_cmd_from_buffer(c, b'add table inet probe'))"
+    )
+    done = subprocess.run(["unshare", "--net", "python3", "-c", tried], capture_output=True, text=True, check=False)
+    return None if done.returncode == 0 else f"nftables does not work: {done.stderr.strip()}"
+
+
+def _guest() -> str | None:
+    return None if (GUEST_DIR / "current").is_file() else f"no guest image in {GUEST_DIR} (make guest)"
+
+
+def _base() -> str | None:
+    return None if BASE_ROOTFS.is_file() else f"no base root file system {BASE_ROOTFS} (make base)"
+
+
+def _envd() -> str | None:
+    return None if find_envd() else "the agent is not built (make envd)"
+
+
+PROBES: Final[Mapping[str, Callable[[], str | None]]] = {
+    "root": _root,
+    "qemu": _program(QEMU),
+    "mke2fs": _program("mke2fs"),
+    "debugfs": _program("debugfs"),
+    "cpio": _program("cpio"),
+    "netns": _network_namespaces,
+    "nft": _nftables,
+    "tun": _device("/dev/net/tun"),
+    "fuse": _device("/dev/fuse"),
+    "kvm": _device("/dev/kvm"),
+    "envd": _envd,
+    "guest": _guest,
+    "base": _base,
+}
