@@ -73,8 +73,7 @@ def build_guest(envd: Path, out: Path, *, kernel: KernelTree | None = None) -> G
         _publish(
             folder, {_KERNEL: kernel_data, _INITRAMFS: initramfs, _MANIFEST: json.dumps(manifest, indent=2).encode()}
         )
-    _write_durably(out / f".{_CURRENT}.new", digest.encode())
-    (out / f".{_CURRENT}.new").rename(out / _CURRENT)
+    _replace(out / _CURRENT, digest.encode())
     return load_guest(out)
 
 
@@ -145,6 +144,12 @@ def _publish(folder: Path, files: dict[str, bytes]) -> None:
                 raise
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def _replace(path: Path, data: bytes) -> None:
+    with tempfile.TemporaryDirectory(prefix=".partial-", dir=path.parent) as partial:
+        _write_durably(Path(partial) / path.name, data)
+        (Path(partial) / path.name).rename(path)
 
 
 def _write_durably(path: Path, data: bytes) -> None:
