@@ -29,7 +29,7 @@ class _Operation:
     name: str
     cuts: tuple[asyncio.Task[object], ...]  # must have unwound before this one works
     task: asyncio.Task[object] = field(init=False)
-    waiters: int = 0
+    waiters: int = 0  # for its outcome
     cut_by: str | None = None
 
 
@@ -169,7 +169,11 @@ class Operations:
 
     async def _result(self, operation: _Operation) -> object:
         task = operation.task
-        await self._wait_end(operation)
+        operation.waiters += 1
+        try:
+            await self._wait_end(operation)
+        finally:
+            operation.waiters -= 1
         if not task.cancelled():
             return task.result()
         if operation.cut_by is not None:
@@ -178,11 +182,7 @@ class Operations:
 
     async def _wait_end(self, operation: _Operation) -> None:
         self._refuse_own(operation)
-        operation.waiters += 1
-        try:
-            await asyncio.wait([operation.task])  # unlike awaiting it, leaves it alone when cancelled
-        finally:
-            operation.waiters -= 1
+        await asyncio.wait([operation.task])  # unlike awaiting it, leaves it alone when cancelled
 
     def _refuse_own(self, operation: _Operation) -> None:
         if asyncio.current_task() is operation.task:
