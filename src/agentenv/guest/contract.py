@@ -41,6 +41,15 @@ class GuestMetrics:
     disk_used: int
 
 
+@dataclass(frozen=True, slots=True)
+class Completed:
+    """A command that has ended. ``exit_code`` is -1 when a signal ended it."""
+
+    exit_code: int
+    stdout: bytes
+    stderr: bytes
+
+
 class Agent(Protocol):
     """The agent of one VM generation. Raises `Unavailable` (no answer), `DeadlineExceeded`,
     or `Bug` (it answered that a step failed). Connections are never shared between generations."""
@@ -60,6 +69,10 @@ class Agent(Protocol):
     async def thaw(self, *, timeout_s: float) -> None: ...
 
     async def metrics(self, *, timeout_s: float) -> GuestMetrics: ...
+
+    async def run(self, command: list[str], *, user: str, access_token: str | None, timeout_s: float) -> Completed:
+        """Run one command to its end, for builds and boot tests; output is bounded."""
+        ...
 
     async def close(self) -> None: ...
 

@@ -3,6 +3,11 @@
 The caller names everything by *owner* (a sandbox id) and never learns how bytes
 are kept. Attachments are durable: they outlive this process, and `owners` lists
 them, so that a restarted server can pick up or remove what an earlier one left.
+
+Every call that makes an immutable part (`seal_disk`, `import_disk`, `capture_memory`,
+`flatten_memory`, `put_blob`) returns it pinned once, so that no collection can fall
+between making it and recording it; the caller unpins it when its record is written.
+A stack is pinned whole. Only what the call returned is pinned, and only if it returns.
 """
 
 from collections.abc import Awaitable, Callable, Collection
@@ -97,6 +102,13 @@ class Storage(Protocol):
 
         The VM is paused and stays untouched. Returns the attached stack with the
         changes on top, durable. Cost grows with changed pages, not with memory.
+        """
+        ...
+
+    async def flatten_memory(self, stack: Stack) -> Stack:
+        """A stack with the same bytes that many guests can share best; may be the same one.
+
+        For snapshots that will be started often. Not on anybody's hot path.
         """
         ...
 

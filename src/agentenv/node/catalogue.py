@@ -1,0 +1,81 @@
+"""Snapshots and templates by id and by name, in memory and in the store."""
+
+import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import datetime
+
+from agentenv.model.errors import NotFound
+from agentenv.model.ids import BlobId, LayerId, SnapshotId
+from agentenv.model.snapshot import Capture, Snapshot, Source
+from agentenv.state.contract import Store
+from agentenv.storage.contract import Storage
+
+
+class Catalogue:
+    """The snapshots of one node."""
+
+    def __init__(self, store: Store, storage: Storage) -> None:
+        self._store = store
+        self._storage = storage
+        self._snapshots: dict[SnapshotId, Snapshot] = {}
+        self._names: dict[str, SnapshotId] = {}
+
+    async def load(self) -> None:
+        for snapshot in await self._store.snapshots():
+            self._keep(snapshot)
+
+    def all(self, source: Source | None = None) -> list[Snapshot]:
+        chosen = [s for s in self._snapshots.values() if source in (None, s.source)]
+        return sorted(chosen, key=lambda s: (-s.created_at.timestamp(), s.id))
+
+    def find(self, id_or_name: str) -> Snapshot:
+        """By id, name, ``name:default`` or ``namespace/name``; `NotFound` otherwise."""
+        name = id_or_name.rsplit("/", 1)[-1].removesuffix(":default")
+        found = self._snapshots.get(self._names.get(name, SnapshotId(name)))
+        if found is None:
+            raise NotFound("no such template or snapshot")
+        return found
+
+    async def add(self, snapshot: Snapshot) -> None:
+        """Publish: durable, then visible. A name that another snapshot holds moves here."""
+        await self._store.insert_snapshot(snapshot, replace_names=True)
+        for name in snapshot.names:
+            if (holder := self._names.get(name)) is not None:
+                other = self._snapshots[holder]
+                self._snapshots[holder] = dataclasses.replace(other, names=tuple(n for n in other.names if n != name))
+        self._keep(snapshot)
+
+    async def remove(self, snapshot: Snapshot) -> None:
+        await self._store.delete_snapshot(snapshot.id)
+        self._snapshots.pop(snapshot.id, None)
+        for name in snapshot.names:
+            if self._names.get(name) == snapshot.id:
+                del self._names[name]
+
+    async def count_spawn(self, snapshot_id: SnapshotId, now: datetime) -> None:
+        if (snapshot := self._snapshots.get(snapshot_id)) is not None:
+            counted = dataclasses.replace(snapshot, spawn_count=snapshot.spawn_count + 1, last_spawned_at=now)
+            self._snapshots[snapshot_id] = counted
+            await self._store.count_spawn(counted)
+
+    @contextmanager
+    def pinned(self, capture: Capture) -> Iterator[None]:
+        """Keep what *capture* needs from the collector while somebody starts from it."""
+        layers, blobs = parts_of(capture)
+        self._storage.pin(layers, blobs)
+        try:
+            yield
+        finally:
+            self._storage.unpin(layers, blobs)
+
+    def _keep(self, snapshot: Snapshot) -> None:
+        self._snapshots[snapshot.id] = snapshot
+        for name in snapshot.names:
+            self._names[name] = snapshot.id
+
+
+def parts_of(capture: Capture) -> tuple[list[LayerId], list[BlobId]]:
+    """The layers and blobs that *capture* cannot do without."""
+    disk = capture.disk.layers if capture.disk is not None else ()
+    return [*capture.memory.layers, *disk], [capture.device_state]

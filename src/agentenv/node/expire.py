@@ -1,0 +1,90 @@
+"""Time to live: when a sandbox's end has come, kill or pause it, as it was asked."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from datetime import datetime, timedelta
+
+import structlog
+
+from agentenv.aio.clock import Clock
+from agentenv.aio.tasks import Tasks
+from agentenv.model.errors import AgentEnvError, NotFound
+from agentenv.model.ids import SandboxId
+from agentenv.model.lifecycle import State
+from agentenv.model.sandbox import OnTimeout, Sandbox
+from agentenv.node.registry import Registry
+
+RETRY_S = 30.0
+LONGEST_NAP_S = 3600.0
+log = structlog.get_logger(__name__)
+
+Verb = Callable[[SandboxId], Awaitable[object]]
+
+
+class Expiry:
+    """Watches the deadlines of one node's sandboxes.
+
+    A pause that fails is tried again later: the sandbox runs on rather than lose
+    its data. The deadline is looked at again when its turn comes, since it may
+    have been moved while the sandbox was busy with something else.
+    """
+
+    def __init__(self, clock: Clock, registry: Registry, tasks: Tasks, *, kill: Verb, pause: Verb) -> None:
+        self._clock = clock
+        self._registry = registry
+        self._tasks = tasks
+        self._kill = kill
+        self._pause = pause
+        self._changed = asyncio.Event()
+        self._under_way: set[SandboxId] = set()
+        self._not_before: dict[SandboxId, datetime] = {}
+        registry.listen(self._on_change)
+
+    def _on_change(self, before: Sandbox | None, after: Sandbox | None) -> None:
+        if after is None and before is not None:
+            self._not_before.pop(before.id, None)
+        elif after is not None and (before is None or (before.ends_at, before.state) != (after.ends_at, after.state)):
+            if before is not None and before.ends_at != after.ends_at:
+                self._not_before.pop(after.id, None)
+            self._changed.set()
+
+    async def run(self) -> None:
+        while True:
+            self._changed.clear()
+            now = self._clock.now()
+            for sandbox in self._registry.all():
+                if (due := self._due(sandbox)) is not None and due <= now:
+                    self._under_way.add(sandbox.id)
+                    self._tasks.start(f"expire {sandbox.id}", self._expire(sandbox))
+            upcoming = [due for sandbox in self._registry.all() if (due := self._due(sandbox)) is not None]
+            nap_s = min(((due - now).total_seconds() for due in upcoming), default=LONGEST_NAP_S)
+            nap = self._tasks.start("nap until the next deadline", self._clock.sleep(min(nap_s, LONGEST_NAP_S)))
+            change = self._tasks.start("wait for a moved deadline", self._changed.wait())
+            try:
+                await asyncio.wait((nap, change), return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                nap.cancel()
+                change.cancel()
+
+    def _due(self, sandbox: Sandbox) -> datetime | None:
+        if sandbox.ends_at is None or sandbox.id in self._under_way:
+            return None
+        # One in error holds a disk and counts against limits: it goes when it would have gone anyway.
+        errored = sandbox.state is State.ERROR and sandbox.on_timeout is OnTimeout.KILL
+        if sandbox.state is not State.RUNNING and not errored:
+            return None
+        return max(sandbox.ends_at, self._not_before.get(sandbox.id, sandbox.ends_at))
+
+    async def _expire(self, sandbox: Sandbox) -> None:
+        log.info("sandbox expired", sandbox=sandbox.id, on_timeout=sandbox.on_timeout.value)
+        verb = self._pause if sandbox.on_timeout is OnTimeout.PAUSE else self._kill
+        try:
+            await verb(sandbox.id)
+        except NotFound:
+            return
+        except AgentEnvError as error:
+            self._not_before[sandbox.id] = self._clock.now() + timedelta(seconds=RETRY_S)
+            log.warning("expiry failed and will be tried again", sandbox=sandbox.id, error=str(error))
+        finally:
+            self._under_way.discard(sandbox.id)
+            self._changed.set()

@@ -1,0 +1,107 @@
+"""The parts of a node, joined: what every verb is given as its first argument.
+
+No behaviour of its own beyond naming things: verbs are functions in modules of
+their own, and the parts know nothing of each other.
+"""
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from agentenv.aio.clock import Clock
+from agentenv.aio.operations import Operations
+from agentenv.aio.tasks import Tasks
+from agentenv.guest.contract import Agent, Agents
+from agentenv.model.ids import SandboxId
+from agentenv.model.machine import BlockTarget, Fingerprint
+from agentenv.model.sandbox import Sandbox
+from agentenv.network.contract import Slot, Slots
+from agentenv.node.catalogue import Catalogue
+from agentenv.node.collect import Collector
+from agentenv.node.registry import Registry
+from agentenv.node.timings import Timings
+from agentenv.state.contract import Store
+from agentenv.storage.contract import Storage
+from agentenv.vmm.contract import Instance, Vmm, VmPlan
+
+
+class Credentials(Protocol):
+    """Makes the secrets of a sandbox from its id, the same ones each time."""
+
+    def envd_token(self, sandbox_id: str) -> str: ...
+
+    def traffic_token(self, sandbox_id: str) -> str: ...
+
+    def control_secret(self, sandbox_id: str) -> str: ...
+
+
+@dataclass(frozen=True, slots=True)
+class NodeSettings:
+    """Limits and places of one node. Times in seconds, sizes in MiB."""
+
+    runtime_dir: Path
+    work_dir: Path  # for builds: large files, on the file system of the storage
+    kernel: Path
+    initramfs: Path
+    ca_bundle: str | None = None  # PEM that guests trust beside their own
+    max_sandboxes: int = 1000
+    max_timeout_s: int = 30 * 24 * 3600
+    min_free_disk_mib: int = 1024
+    auto_resume_timeout_s: int = 300
+    fork_max: int = 100
+    agent_timeout_s: float = 60.0  # for a restored or booted guest to answer
+    freeze_timeout_s: float = 5.0
+    operation_timeout_s: float = 120.0  # of every transitional state
+
+
+@dataclass(frozen=True, slots=True)
+class Live:
+    """What a sandbox with a running VM holds on this node."""
+
+    instance: Instance
+    agent: Agent
+    slot: Slot
+
+
+@dataclass(slots=True)
+class Host:
+    """One node's parts."""
+
+    settings: NodeSettings
+    clock: Clock
+    store: Store
+    registry: Registry
+    catalogue: Catalogue
+    storage: Storage
+    slots: Slots
+    vmm: Vmm
+    fingerprint: Fingerprint  # of this host's VMM and guest, probed at start
+    agents: Agents
+    credentials: Credentials
+    operations: Operations
+    tasks: Tasks
+    timings: Timings
+    collector: Collector
+    live: dict[SandboxId, Live] = field(default_factory=dict)
+    # Set by `node.service`: called when a VM ends that nobody stopped.
+    on_vm_lost: Callable[[SandboxId, Live], Awaitable[None]] | None = None
+
+    def run_dir(self, sandbox: Sandbox) -> Path:
+        """Sockets and logs of one VM generation; short, because socket paths are."""
+        return self.settings.runtime_dir / "vm" / f"{sandbox.id}.{sandbox.generation}"
+
+    def plan(self, sandbox: Sandbox, slot: Slot, memory: Path, disk: BlockTarget) -> VmPlan:
+        return VmPlan(
+            sandbox_id=sandbox.id,
+            generation=sandbox.generation,
+            machine=sandbox.machine,
+            kernel=self.settings.kernel,
+            initramfs=self.settings.initramfs,
+            memory_path=memory,
+            disk=disk,
+            netns=slot.netns,
+            tap=slot.tap,
+            run_dir=self.run_dir(sandbox),
+            balloon=self.storage.balloon_safe,
+        )

@@ -1,0 +1,233 @@
+"""A node at work: each verb in a task of its own, one at a time on each sandbox.
+
+This is where `agentenv.node.contract.Node` meets the verbs. It decides who joins,
+who waits and who is cut short; what a verb does is in the verb's own module.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from datetime import timedelta
+from typing import Any, TypeVar
+
+from agentenv.guest.contract import GuestMetrics
+from agentenv.model.errors import AgentEnvError, Conflict, Exhausted, Invalid, NotFound
+from agentenv.model.ids import SandboxId, new_sandbox_id, parse_sandbox_id
+from agentenv.model.lifecycle import State
+from agentenv.model.policy import EgressPolicy
+from agentenv.model.sandbox import CreateSandbox, Forked, OnTimeout, Sandbox
+from agentenv.model.snapshot import Snapshot, Source
+from agentenv.node import console, create, destroy, fork, lose, machine, pause, resume
+from agentenv.node.contract import LogLine, NodeInfo, Route, SignatureCheck, Tokens
+from agentenv.node.expire import Expiry
+from agentenv.node.host import Host, Live
+from agentenv.node.reconcile import Repaired, reconcile
+from agentenv.node.still import live_of
+
+T = TypeVar("T")
+METRICS_TIMEOUT_S = 5.0
+
+
+class NodeService:
+    """See `agentenv.node.contract.Node`."""
+
+    def __init__(self, host: Host) -> None:
+        self._host = host
+        self._counts = machine.Counts()
+        self._gauge = machine.Gauge()
+        self._expiry = Expiry(host.clock, host.registry, host.tasks, kill=self.delete, pause=self.pause)
+        host.on_vm_lost = self._vm_lost
+
+    async def start(self) -> Repaired:
+        """Repair what an earlier server left, then keep deadlines and collect garbage."""
+        for sandbox in await self._host.store.sandboxes():
+            self._host.registry.load(sandbox)
+        await self._host.catalogue.load()
+        repaired = await reconcile(self._host)
+        self._host.tasks.start("expiry", self._expiry.run())
+        self._host.tasks.start("collector", self._host.collector.run())
+        self._host.tasks.start("machine gauge", self._gauge.run(self._host.clock))
+        return repaired
+
+    async def stop(self) -> None:
+        """Let operations end; leave VMs running, for the next server to take over."""
+        await self._host.operations.close()
+        await self._host.tasks.close()
+        for live in self._host.live.values():
+            await live.agent.close()
+
+    # Sandboxes
+
+    async def create(self, request: CreateSandbox) -> Sandbox:
+        self._host.catalogue.find(request.template)
+        sandbox_id = new_sandbox_id()
+        self._counts.starting += 1
+        try:
+            created = await self._run(sandbox_id, "create", lambda: create.create(self._host, sandbox_id, request))
+        except Exception:
+            self._counts.create_fails += 1
+            raise
+        finally:
+            self._counts.starting -= 1
+        self._counts.create_successes += 1
+        return created
+
+    async def pause(self, sandbox_id: str) -> Sandbox:
+        known = self._known(sandbox_id)
+        return await self._run(known, "pause", lambda: pause.pause(self._host, known))
+
+    async def resume(self, sandbox_id: str, timeout_s: int, *, on_timeout_pause: bool | None = None) -> Sandbox:
+        known = self._known(sandbox_id)
+        on_timeout = None if on_timeout_pause is None else (OnTimeout.PAUSE if on_timeout_pause else OnTimeout.KILL)
+        return await self._run(known, "resume", lambda: resume.resume(self._host, known, timeout_s, on_timeout))
+
+    async def connect(self, sandbox_id: str, timeout_s: int) -> tuple[Sandbox, bool]:
+        create.check_timeout(self._host, timeout_s)
+        known = self._known(sandbox_id)
+        await self._host.operations.settle(known)
+        resumed = self.get(known).state is State.PAUSED
+        if resumed:
+            # Somebody else may resume it first: then their result is ours, and so is the longer life.
+            await self._run(known, "resume", lambda: resume.resume(self._host, known, timeout_s, None))
+        return await self.extend(known, timeout_s), resumed
+
+    async def wake(self, sandbox_id: str) -> Sandbox:
+        known = self._known(sandbox_id)
+        if not self.get(known).auto_resume:
+            raise Conflict("the sandbox is paused and does not resume by itself")
+        sandbox, _ = await self.connect(known, self._host.settings.auto_resume_timeout_s)
+        return sandbox
+
+    async def fork(self, sandbox_id: str, count: int, timeout_s: int) -> Sequence[Forked]:
+        known = self._known(sandbox_id)
+        return await self._own(f"fork {known}", fork.fork(self._host, known, count, timeout_s))
+
+    async def snapshot(self, sandbox_id: str, name: str | None) -> Snapshot:
+        known = self._known(sandbox_id)
+        return await self._own(f"snapshot {known}", fork.snapshot(self._host, known, name))
+
+    async def delete(self, sandbox_id: str) -> None:
+        known = self._known(sandbox_id)
+        await self._host.operations.cut(known, "kill", lambda: destroy.delete(self._host, known))
+
+    async def set_timeout(self, sandbox_id: str, timeout_s: int) -> Sandbox:
+        create.check_timeout(self._host, timeout_s)
+        known = self._known(sandbox_id)
+        await self._host.operations.settle(known)
+        live_of(self._host, known)
+        return await self._host.registry.change(known, ends_at=self._host.clock.now() + timedelta(seconds=timeout_s))
+
+    async def extend(self, sandbox_id: str, duration_s: int) -> Sandbox:
+        if not 0 <= duration_s <= self._host.settings.max_timeout_s:
+            raise Invalid(f"duration must be 0 to {self._host.settings.max_timeout_s} seconds, not {duration_s}")
+        known = self._known(sandbox_id)
+        await self._host.operations.settle(known)
+        sandbox = self.get(known)
+        live_of(self._host, known)
+        wanted = self._host.clock.now() + timedelta(seconds=duration_s)
+        if sandbox.ends_at is None or sandbox.ends_at >= wanted:
+            return sandbox
+        return await self._host.registry.change(known, ends_at=wanted)
+
+    async def set_egress(self, sandbox_id: str, policy: EgressPolicy) -> Sandbox:
+        known = self._known(sandbox_id)
+        return await self._own(f"egress {known}", self._set_egress(known, policy))
+
+    async def _set_egress(self, known: SandboxId, policy: EgressPolicy) -> Sandbox:
+        await self._host.operations.settle(known)
+        live = live_of(self._host, known)
+        await self._host.slots.apply(live.slot, policy)
+        return await self._host.registry.change(known, egress=policy)
+
+    def get(self, sandbox_id: str) -> Sandbox:
+        return self._host.registry.get(self._known(sandbox_id))
+
+    def sandboxes(self) -> Sequence[Sandbox]:
+        visible = [s for s in self._host.registry.all() if s.state not in (State.KILLING, State.CREATING)]
+        return sorted(visible, key=lambda s: (-s.created_at.timestamp(), s.id))
+
+    def tokens(self, sandbox: Sandbox) -> Tokens:
+        credentials = self._host.credentials
+        return Tokens(
+            envd=credentials.envd_token(sandbox.id) if sandbox.secure else None,
+            traffic=None if sandbox.ingress.allow_public_traffic else credentials.traffic_token(sandbox.id),
+        )
+
+    def route(self, sandbox_id: str) -> Route:
+        sandbox = self.get(sandbox_id)
+        live = self._host.live.get(sandbox.id)
+        if live is None or not sandbox.state.has_guest:
+            raise Conflict(f"the sandbox is {sandbox.state}" + (f": {sandbox.reason}" if sandbox.reason else ""))
+        tokens = self.tokens(sandbox)
+        return Route(sandbox, live.slot.address, tokens.envd, tokens.traffic)
+
+    def find_by_signature(self, matches: SignatureCheck) -> Sandbox | None:
+        for sandbox in self._host.registry.all():
+            serves = sandbox.secure and sandbox.state is State.RUNNING
+            if serves and matches(self._host.credentials.envd_token(sandbox.id)):
+                return sandbox
+        return None
+
+    async def metrics(self, sandbox_id: str) -> GuestMetrics:
+        return await live_of(self._host, self._known(sandbox_id)).agent.metrics(timeout_s=METRICS_TIMEOUT_S)
+
+    async def logs(self, sandbox_id: str, *, limit: int) -> Sequence[LogLine]:
+        return await console.tail(self._host.run_dir(self.get(sandbox_id)), limit)
+
+    def follow_logs(self, sandbox_id: str) -> AsyncIterator[LogLine]:
+        return console.follow(self._host, self.get(sandbox_id).id)
+
+    # Snapshots and templates
+
+    def snapshots(self, source: Source | None = None) -> Sequence[Snapshot]:
+        return self._host.catalogue.all(source)
+
+    def find_snapshot(self, id_or_name: str) -> Snapshot:
+        return self._host.catalogue.find(id_or_name)
+
+    async def delete_snapshot(self, id_or_name: str) -> None:
+        await self._own(f"delete {id_or_name[:40]}", self._delete_snapshot(self._host.catalogue.find(id_or_name)))
+
+    async def _delete_snapshot(self, snapshot: Snapshot) -> None:
+        await self._host.catalogue.remove(snapshot)
+        self._host.collector.nudge()
+
+    # The node
+
+    def info(self) -> NodeInfo:
+        return machine.info(self._host, self._counts, self._gauge)
+
+    # Inside
+
+    def _known(self, sandbox_id: str) -> SandboxId:
+        parsed = parse_sandbox_id(sandbox_id)
+        if self._host.registry.get(parsed).state is State.KILLING and self._host.operations.current(parsed) != "kill":
+            raise NotFound("no such sandbox")
+        return parsed
+
+    async def _run(self, sandbox_id: SandboxId, name: str, verb: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        return await self._host.operations.run(sandbox_id, name, verb)
+
+    async def _own(self, name: str, work: Coroutine[Any, Any, T]) -> T:
+        """Run *work* in a task of the node: a caller that hangs up leaves it going."""
+        task = self._host.tasks.start(name, _outcome(work))
+        await asyncio.wait((task,))
+        if task.cancelled():
+            raise Exhausted("the server is stopping")
+        result, error = task.result()
+        if error is not None:
+            raise error
+        return result[0]
+
+    async def _vm_lost(self, sandbox_id: SandboxId, live: Live) -> None:
+        try:
+            await self._run(sandbox_id, "lose", lambda: lose.lose(self._host, sandbox_id, live))
+        except (NotFound, Conflict):
+            return  # deleted meanwhile
+
+
+async def _outcome(work: Coroutine[Any, Any, T]) -> tuple[list[T], AgentEnvError | None]:
+    """Errors of a kind are an answer for the caller, not a failed task."""
+    try:
+        return [await work], None
+    except AgentEnvError as error:
+        return [], error

@@ -1,0 +1,208 @@
+"""Build: from a root filesystem to a snapshot that sandboxes start from.
+
+The root becomes a disk, the disk boots once, and the booted guest is captured with
+its agent ready to serve. The capture counts only after a VM restored from it has
+run a command: a template that cannot start is never published.
+"""
+
+import asyncio
+import shutil
+import uuid
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Final, Protocol
+
+from agentenv.aio.failpoints import failpoint
+from agentenv.guest.contract import Agent
+from agentenv.model.errors import Bug, Invalid
+from agentenv.model.ids import new_sandbox_id, new_snapshot_id, parse_name
+from agentenv.model.lifecycle import State
+from agentenv.model.sandbox import Sandbox
+from agentenv.model.snapshot import Capture, Snapshot, Source, Stack
+from agentenv.node.create import admit, start
+from agentenv.node.destroy import delete
+from agentenv.node.host import Host
+from agentenv.node.launch import identity_of, remove_run_dir
+from agentenv.templates.contract import BuildEvent, BuildSpec, Progress
+from agentenv.templates.rootfs import build_ext4
+from agentenv.vmm.contract import Instance
+
+ENVD_VERSION: Final = "0.6.4"  # the surface of E2B's daemon that ours speaks
+COMMAND_TIMEOUT_S: Final = 120.0
+MACHINE_LIMITS: Final = {"vcpu_count": (1, 32), "memory_mib": (128, 65536), "disk_mib": (256, 1 << 20)}
+
+
+class Say(Protocol):
+    """Adds a line to the build's log."""
+
+    def __call__(self, step: str, message: str, done: int | None = None, total: int | None = None) -> None: ...
+
+
+async def build(host: Host, spec: BuildSpec, archive: Path, progress: Progress) -> Snapshot:
+    """See `agentenv.templates.contract.Builder`."""
+    check(spec)
+    await admit(host, 0)
+
+    def say(step: str, message: str, done: int | None = None, total: int | None = None) -> None:
+        progress(BuildEvent(host.clock.now(), step, message, done, total))
+
+    work = host.settings.work_dir / f"build-{uuid.uuid4()}"
+    async with AsyncExitStack() as taken:
+        await asyncio.to_thread(work.mkdir, parents=True)
+        taken.push_async_callback(asyncio.to_thread, shutil.rmtree, work, ignore_errors=True)
+        disk = await _disk(host, spec, archive, work, taken, say)
+        capture = await _first_boot(host, spec, disk, taken, say)
+        await failpoint("build.captured")
+        snapshot = Snapshot(
+            id=new_snapshot_id(),
+            names=(spec.name,),
+            source=Source.BUILD,
+            sandbox_id=None,
+            machine=spec.machine,
+            fingerprint=host.fingerprint,
+            capture=capture,
+            created_at=host.clock.now(),
+            envd_version=ENVD_VERSION,
+            env=spec.env,
+            default_user=spec.default_user,
+            default_workdir=spec.default_workdir,
+        )
+        await _boot_test(host, spec, snapshot, say)
+        await host.catalogue.add(snapshot)
+    host.collector.nudge()
+    say("finalize", f"template {spec.name} is ready")
+    return snapshot
+
+
+def check(spec: BuildSpec) -> None:
+    """Refuse a specification that can never be built, before anything is made."""
+    parse_name(spec.name)
+    for name, (low, high) in MACHINE_LIMITS.items():
+        if not low <= (value := getattr(spec.machine, name)) <= high:
+            raise Invalid(f"{name} must be {low} to {high}, not {value}")
+
+
+async def _disk(host: Host, spec: BuildSpec, archive: Path, work: Path, taken: AsyncExitStack, say: Say) -> Stack:
+    say("rootfs", "making a disk of the root filesystem")
+    image = work / "disk.raw"
+    loop = asyncio.get_running_loop()
+
+    def on_progress(done: int, total: int) -> None:
+        loop.call_soon_threadsafe(say, "rootfs", "copying files", done, total)
+
+    info = await asyncio.to_thread(build_ext4, archive, image, spec.machine.disk_mib, progress=on_progress)
+    say("rootfs", f"{info.files} files, {info.used_bytes >> 20} MiB")
+    disk = await host.storage.import_disk(image, spec.machine.disk_mib << 20)
+    taken.callback(host.storage.unpin, disk.layers, ())
+    return disk
+
+
+async def _first_boot(host: Host, spec: BuildSpec, disk: Stack, taken: AsyncExitStack, say: Say) -> Capture:
+    sandbox = _stand_in(host, spec)
+    say("boot", "booting for the first time")
+    async with _booted(host, sandbox, disk) as (instance, agent):
+        say("boot", "the guest agent answers")
+        await _warm_up(agent, host, sandbox)
+        await agent.freeze(timeout_s=COMMAND_TIMEOUT_S)
+        await instance.pause()
+        say("capture", "writing down memory and disk")
+        state = host.run_dir(sandbox) / "device.state"
+        await instance.save_device_state(state)
+        blob = await host.storage.put_blob(state)
+        taken.callback(host.storage.unpin, (), (blob,))
+        memory = await host.storage.capture_memory(sandbox.id, instance.process.pid)
+        taken.callback(host.storage.unpin, memory.layers, ())
+        sealed = await host.storage.seal_disk(sandbox.id, instance.switch_disk)
+        taken.callback(host.storage.unpin, sealed.layers, ())
+    flat = await host.storage.flatten_memory(memory)
+    taken.callback(host.storage.unpin, flat.layers, ())
+    return Capture(device_state=blob, memory=flat, disk=sealed, control_of=sandbox.id)
+
+
+@asynccontextmanager
+async def _booted(host: Host, sandbox: Sandbox, disk: Stack) -> AsyncIterator[tuple[Instance, Agent]]:
+    """A fresh VM of *sandbox* whose agent has its identity; gone when the context is left."""
+    async with AsyncExitStack() as taken:
+        slot = await host.slots.acquire(sandbox.id, sandbox.egress)
+        taken.push_async_callback(host.slots.release, slot)
+        taken.push_async_callback(host.storage.remove, sandbox.id)
+        target = await host.storage.create_disk(sandbox.id, disk)
+        memory = await host.storage.attach_memory(sandbox.id, Stack((), sandbox.machine.memory_bytes))
+        taken.push_async_callback(host.storage.detach, sandbox.id)
+        taken.push_async_callback(remove_run_dir, host, sandbox)
+        instance = await host.vmm.boot(host.plan(sandbox, slot, memory, target))
+        taken.push_async_callback(instance.stop)
+        agent = host.agents.agent(slot.address, secret=host.credentials.control_secret(sandbox.id))
+        taken.push_async_callback(agent.close)
+        await _answering(host, sandbox, instance, agent)
+        yield instance, agent
+
+
+async def _answering(host: Host, sandbox: Sandbox, instance: Instance, agent: Agent) -> None:
+    """Return when the agent answers; a guest that dies on the way is an error at once, with its last words."""
+    init = host.tasks.start(
+        f"first init {sandbox.id}",
+        agent.init(identity_of(host, sandbox), secret=None, timeout_s=host.settings.agent_timeout_s),
+    )
+    died = host.tasks.start(f"watch first boot {sandbox.id}", instance.wait_exit())
+    try:
+        await asyncio.wait((init, died), return_when=asyncio.FIRST_COMPLETED)
+        if not init.done():
+            raise Invalid(
+                f"the guest did not come up: {died.result().log_tail[-1000:]}",
+                hint="is this a root filesystem that Linux can run?",
+            )
+        init.result()
+    finally:
+        init.cancel()
+        died.cancel()
+        await asyncio.wait((init, died))
+
+
+async def _warm_up(agent: Agent, host: Host, sandbox: Sandbox) -> None:
+    """Run what every sandbox runs first, so that its pages are in the captured memory."""
+    for _ in range(3):
+        await _run_shell(agent, "/bin/bash", host.credentials.envd_token(sandbox.id))
+
+
+async def _boot_test(host: Host, spec: BuildSpec, snapshot: Snapshot, say: Say) -> None:
+    say("test", "starting a sandbox from it")
+    candidate = _stand_in(host, spec)
+    await host.operations.run(
+        candidate.id, "create", lambda: start(host, candidate, snapshot.capture, timeout_s=600, verb="boot_test")
+    )
+    try:
+        await _run_shell(host.live[candidate.id].agent, "/bin/sh", host.credentials.envd_token(candidate.id))
+    finally:
+        await host.operations.cut(candidate.id, "kill", lambda: delete(host, candidate.id))
+
+
+async def _run_shell(agent: Agent, shell: str, token: str) -> None:
+    """Run nothing in a shell. An image need not have one, but a shell that it has must work."""
+    try:
+        command = [shell, "-l", "-c", "true"]
+        ended = await agent.run(command, user="root", access_token=token, timeout_s=COMMAND_TIMEOUT_S)
+    except Bug:
+        return  # the agent answers, and says that there is no such program
+    if ended.exit_code != 0:
+        raise Invalid(f"{shell} fails in this root filesystem: {ended.stderr[-500:].decode(errors='replace')}")
+
+
+def _stand_in(host: Host, spec: BuildSpec) -> Sandbox:
+    """The sandbox whose VM a build boots; never seen by anyone else."""
+    now = host.clock.now()
+    return Sandbox(
+        id=new_sandbox_id(),
+        template_id=new_snapshot_id(),
+        template_name=spec.name,
+        state=State.CREATING,
+        generation=1,
+        machine=spec.machine,
+        created_at=now,
+        started_at=now,
+        ends_at=None,
+        env=spec.env,
+        default_user=spec.default_user,
+        default_workdir=spec.default_workdir,
+    )

@@ -1,0 +1,49 @@
+"""What the edges may ask of template builds."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Protocol, TypeAlias
+
+from agentenv.model.machine import Machine
+from agentenv.model.snapshot import Snapshot
+
+
+@dataclass(frozen=True, slots=True)
+class BuildSpec:
+    """A template to be made from a root filesystem."""
+
+    name: str
+    machine: Machine
+    env: Mapping[str, str] = field(default_factory=dict)
+    default_user: str = "user"
+    default_workdir: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class BuildEvent:
+    """One line of a build's log. ``done`` and ``total`` are bytes of the step, where it counts them."""
+
+    timestamp: datetime
+    step: str
+    message: str
+    done: int | None = None
+    total: int | None = None
+
+
+Progress: TypeAlias = Callable[[BuildEvent], None]
+"""Called on the event loop; must not block."""
+
+
+class Builder(Protocol):
+    """Makes templates."""
+
+    async def build(self, spec: BuildSpec, archive: Path, progress: Progress) -> Snapshot:
+        """Make a template of the root filesystem in *archive* (a tar, or a directory).
+
+        The name moves to the new template when it is ready and has passed its boot
+        test; until then, and after a failure, the old one stays. `Invalid` when the
+        archive holds no root filesystem; nothing is left after a failure.
+        """
+        ...
