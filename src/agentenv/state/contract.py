@@ -4,12 +4,27 @@ Every change of a sandbox is a compare-and-set on (state, generation), so that t
 writers cannot both win, and is durable when the call returns.
 """
 
+from dataclasses import dataclass
 from typing import Protocol
 
 from agentenv.model.ids import SandboxId, SnapshotId
 from agentenv.model.lifecycle import State
 from agentenv.model.sandbox import Sandbox
 from agentenv.model.snapshot import Snapshot
+
+
+@dataclass(frozen=True, slots=True)
+class Quarantined:
+    """A record that this release cannot read. It stays in the store until it is deleted.
+
+    Whoever removes orphans keeps what belongs to ``id`` and what ``record`` (the stored
+    text) names: a record that a newer release wrote must be whole when it comes back.
+    """
+
+    kind: str  # "sandbox" | "snapshot"
+    id: str
+    reason: str
+    record: str
 
 
 class Store(Protocol):
@@ -36,7 +51,7 @@ class Store(Protocol):
         ...
 
     async def sandboxes(self) -> list[Sandbox]:
-        """Every record, oldest first. Read once, at start."""
+        """Every record that can be read, oldest first; `quarantined` has the others. Read once, at start."""
         ...
 
     # Snapshots and templates
@@ -53,9 +68,15 @@ class Store(Protocol):
         ...
 
     async def snapshots(self) -> list[Snapshot]:
-        """Every record, oldest first. Read once, at start."""
+        """Every record that can be read, oldest first. Read once, at start."""
         ...
 
     async def count_spawn(self, snapshot: Snapshot) -> None:
         """Store the spawn count and time of *snapshot*; need not be durable at once."""
+        ...
+
+    # Both
+
+    async def quarantined(self) -> list[Quarantined]:
+        """Every record that cannot be read. Read once, at start."""
         ...

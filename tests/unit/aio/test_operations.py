@@ -3,7 +3,7 @@
 import asyncio
 import gc
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from typing import Any
 
 import pytest
@@ -323,7 +323,7 @@ async def test_a_cut_of_a_cut_still_waits_for_the_first(reports: list[dict[str, 
             await may_unwind.wait()
             unwound = True
 
-    callers = [spawn("pause", operations.run("a", "pause", pause))]
+    callers: list[asyncio.Task[object]] = [spawn("pause", operations.run("a", "pause", pause))]
     await _passes()
     callers.append(spawn("kill", operations.cut("a", "kill", first_kill)))
     await _passes()
@@ -396,10 +396,13 @@ async def test_closing_lets_work_end_and_refuses_more() -> None:
     closing = spawn("close", operations.close(grace_s=60))
     await asyncio.sleep(0)
 
-    with pytest.raises(Unavailable):
-        await operations.run("b", "pause", work)
-    with pytest.raises(Unavailable):
-        await operations.cut("a", "kill", work)
+    late: list[Coroutine[object, object, object]] = [
+        operations.run("b", "pause", work),
+        operations.cut("a", "kill", work),
+    ]
+    for attempt in late:
+        with pytest.raises(Unavailable):
+            await attempt
     work.gate.set()
     await closing
 

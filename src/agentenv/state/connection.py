@@ -1,0 +1,153 @@
+"""The one connection to the database. Jobs that wait together share one commit.
+
+A job is a function of the connection, run inside a transaction. Whoever asked waits
+until that is durable. One that is cancelled abandons the wait: its job then happens
+whole or, if it had not begun, not at all.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Final, TypeAlias, TypeVar, cast
+
+import sqlalchemy.exc as sa_exc
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
+
+from agentenv.aio.tasks import spawn
+from agentenv.model.errors import AgentEnvError, Unavailable
+from agentenv.state.faults import translate
+
+T = TypeVar("T")
+Job: TypeAlias = Callable[[AsyncConnection], Awaitable[T]]
+
+MAX_BATCH: Final = 64
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    job: Job[object]
+    outcome: asyncio.Future[object]
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionStatistics:
+    """``waiting`` is now; the rest counts since the start."""
+
+    waiting: int
+    jobs: int
+    commits: int
+    failures: int
+
+
+class SoleConnection:
+    """Runs jobs one at a time, in order, each durable when its result is given."""
+
+    def __init__(self, engine: AsyncEngine) -> None:
+        self._engine = engine
+        self._connection: AsyncConnection | None = None
+        self._asked: asyncio.Queue[_Asked | None] = asyncio.Queue()
+        self._worker: asyncio.Task[None] | None = None
+        self._jobs = 0
+        self._commits = 0
+        self._failures = 0
+
+    async def start(self) -> None:
+        try:
+            self._connection = await self._engine.connect()
+        except (sa_exc.SQLAlchemyError, OSError) as error:
+            raise translate(error) from error
+        self._worker = spawn("state database", self._work())
+
+    async def close(self) -> None:
+        """Finish every job that was asked for, and close. Idempotent."""
+        worker, self._worker = self._worker, None
+        if worker is not None:
+            self._asked.put_nowait(None)
+            await worker
+        await self._disconnect()
+
+    async def run(self, job: Job[T]) -> T:
+        """Return the result of *job*, durable. Raises what it raised, `NoSpace` or `Unavailable`."""
+        return await self.submit(job)
+
+    def submit(self, job: Job[T]) -> asyncio.Future[T]:
+        """Ask for *job* and return at once. Raises `Unavailable` when closed."""
+        if self._worker is None or self._worker.done():
+            raise Unavailable("the state database is closed")
+        outcome: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        self._asked.put_nowait(_Asked(cast("Job[object]", job), cast("asyncio.Future[object]", outcome)))
+        return outcome
+
+    def statistics(self) -> ConnectionStatistics:
+        return ConnectionStatistics(self._asked.qsize(), self._jobs, self._commits, self._failures)
+
+    async def _work(self) -> None:
+        closing = False
+        while not closing:
+            batch: list[_Asked] = []
+            asked = await self._asked.get()
+            while asked is not None:
+                if not asked.outcome.done():
+                    batch.append(asked)
+                if len(batch) == MAX_BATCH or self._asked.empty():
+                    break
+                asked = self._asked.get_nowait()
+            closing = asked is None
+            await self._commit(batch)
+
+    async def _commit(self, batch: list[_Asked]) -> None:
+        if not batch:
+            return
+        try:
+            results = await self._transaction(batch)
+        except Exception as error:  # noqa: BLE001  # whatever it is, it is the asker's
+            if len(batch) > 1 and self._connection is not None:
+                for asked in batch:  # one must not fail for another
+                    await self._commit([asked])
+                return
+            self._failures += len(batch)
+            for asked in batch:
+                _settle(asked.outcome, error=translate(error), cause=error)
+            return
+        self._commits += 1
+        self._jobs += len(batch)
+        for asked, result in zip(batch, results, strict=True):
+            _settle(asked.outcome, result=result)
+
+    async def _transaction(self, batch: list[_Asked]) -> list[object]:
+        if self._connection is None:
+            self._connection = await self._engine.connect()
+        try:
+            async with self._connection.begin():
+                return [await asked.job(self._connection) for asked in batch]
+        except (AgentEnvError, sa_exc.IntegrityError):
+            raise  # a refusal: the connection is as good as before
+        except BaseException:
+            await self._disconnect()  # its state is unknown; the next batch opens another
+            raise
+
+    async def _disconnect(self) -> None:
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            with contextlib.suppress(sa_exc.SQLAlchemyError, OSError):
+                await connection.invalidate()
+            with contextlib.suppress(sa_exc.SQLAlchemyError, OSError):
+                await connection.close()
+
+
+def _settle(
+    outcome: asyncio.Future[object],
+    *,
+    result: object = None,
+    error: Exception | None = None,
+    cause: Exception | None = None,
+) -> None:
+    if outcome.done():  # cancelled by its asker
+        return
+    if error is None:
+        outcome.set_result(result)
+        return
+    if error is not cause:
+        error.__cause__ = cause
+    outcome.set_exception(error)
