@@ -1,5 +1,6 @@
 """Remove everything a sandbox has on this node. Needs neither a healthy guest nor a sane record."""
 
+from agentenv.aio.failpoints import failpoint
 from agentenv.model.ids import SandboxId
 from agentenv.model.lifecycle import Event, State
 from agentenv.model.sandbox import Sandbox
@@ -18,6 +19,7 @@ async def delete(host: Host, sandbox_id: SandboxId) -> None:
         return
     if sandbox.state is not State.KILLING:
         sandbox = await host.registry.apply(sandbox_id, Event.KILL)
+    await failpoint("delete.begun")
     await remove_all(host, sandbox)
 
 
@@ -29,7 +31,9 @@ async def abandon(host: Host, sandbox: Sandbox) -> None:
 async def remove_all(host: Host, sandbox: Sandbox) -> None:
     with host.timings.stage("delete", "vm"):
         await retire(host, sandbox)
+    await failpoint("delete.vm_gone")
     with host.timings.stage("delete", "storage"):
         await host.storage.remove(sandbox.id)
+    await failpoint("delete.storage_gone")
     await host.registry.forget(sandbox.id)
     host.collector.nudge()

@@ -1,0 +1,168 @@
+"""The command line's view of a server: the REST API, and a sandbox's agent through the proxy.
+
+Synchronous on purpose: a command does one thing and ends.
+"""
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import httpx
+
+from agentenv.guest.connect import STREAM_TYPE, Frame, FrameReader, encode_frame
+from agentenv.guest.contract import AGENT_PORT
+
+DEFAULT_URL: Final = "http://127.0.0.1:8000"
+DEFAULT_KEY_FILE: Final = Path("/var/lib/aenv/secrets/api-key")
+TIMEOUT: Final = httpx.Timeout(10.0, read=180.0)
+
+
+class CliError(Exception):
+    """Something the person at the terminal should read. ``code`` is the exit code."""
+
+    def __init__(self, message: str, *, hint: str | None = None, code: int = 1) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+        self.code = code
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Where the server is and with which key."""
+
+    url: str
+    api_key: str
+
+
+def resolve_target(url: str | None, api_key: str | None) -> Target:
+    """Flags, then AENV_API_URL and AENV_API_KEY, then E2B's names, then the key file of a server on this machine."""
+    environ = os.environ  # noqa: TID251 - the command line's own edge
+    url = url or environ.get("AENV_API_URL") or environ.get("E2B_API_URL") or DEFAULT_URL
+    api_key = api_key or environ.get("AENV_API_KEY") or environ.get("E2B_API_KEY")
+    if not api_key:
+        home = environ.get("AENV_HOME_PATH")
+        key_file = Path(home) / "secrets/api-key" if home else DEFAULT_KEY_FILE
+        try:
+            api_key = key_file.read_text().strip()
+        except OSError as error:
+            raise CliError(
+                f"no API key: {key_file} cannot be read ({error.strerror})",
+                hint="set AENV_API_KEY, or run as the user that runs the server",
+            ) from error
+    return Target(url.rstrip("/"), api_key)
+
+
+class Client:
+    """One server. Every failure is a `CliError` that says what was asked and what the server said."""
+
+    def __init__(self, target: Target) -> None:
+        self.target = target
+        self._http = httpx.Client(base_url=target.url, headers={"X-API-Key": target.api_key}, timeout=TIMEOUT)
+
+    def call(self, method: str, path: str, **arguments: Any) -> Any:
+        """Return the JSON body of a successful answer, or None where there is none."""
+        with self._translated():
+            answer = self._http.request(method, path, **arguments)
+        _raise_for(answer.status_code, answer.content)
+        return answer.json() if answer.content else None
+
+    def pages(self, path: str, params: dict[str, str] | None = None) -> list[Any]:
+        """Every item of a paginated list."""
+        items: list[Any] = []
+        token: str | None = None
+        while True:
+            with self._translated():
+                answer = self._http.get(path, params={**(params or {}), **({"nextToken": token} if token else {})})
+            _raise_for(answer.status_code, answer.content)
+            items += answer.json()
+            token = answer.headers.get("x-next-token")
+            if not token:
+                return items
+
+    @contextmanager
+    def stream(self, method: str, path: str, **arguments: Any) -> Iterator[httpx.Response]:
+        """A successful answer whose body is read as it comes."""
+        with self._translated():
+            with self._http.stream(method, path, timeout=httpx.Timeout(10.0, read=None), **arguments) as answer:
+                if answer.status_code >= 300:
+                    _raise_for(answer.status_code, answer.read())
+                yield answer
+
+    def sandbox(self, sandbox_id: str) -> "SandboxClient":
+        """The agent of one sandbox, with the token the server gives for it."""
+        detail = self.call("GET", f"/sandboxes/{sandbox_id}")
+        return SandboxClient(self.target.url, sandbox_id, detail.get("envdAccessToken"))
+
+    @contextmanager
+    def _translated(self) -> Iterator[None]:
+        try:
+            yield
+        except httpx.ConnectError as error:
+            raise CliError(
+                f"no server answers at {self.target.url}",
+                hint="start one with `aenv server`, or set AENV_API_URL",
+            ) from error
+        except httpx.HTTPError as error:
+            raise CliError(f"{self.target.url}: {error or type(error).__name__}") from error
+
+
+class SandboxClient:
+    """Calls to a sandbox's agent through the proxy."""
+
+    def __init__(self, url: str, sandbox_id: str, access_token: str | None) -> None:
+        headers = {"E2b-Sandbox-Id": sandbox_id, "E2b-Sandbox-Port": str(AGENT_PORT)}
+        if access_token:
+            headers["X-Access-Token"] = access_token
+        self.sandbox_id = sandbox_id
+        self._http = httpx.Client(base_url=url, headers=headers, timeout=httpx.Timeout(60.0, read=None))
+
+    def unary(self, service: str, message: dict[str, Any]) -> Any:
+        try:
+            answer = self._http.post(f"/{service}", json=message, timeout=60.0)
+        except httpx.HTTPError as error:
+            raise CliError(f"the sandbox went away: {error or type(error).__name__}") from error
+        _raise_for(answer.status_code, answer.content)
+        return answer.json() if answer.content else {}
+
+    def stream(self, service: str, message: dict[str, Any], *, user: str | None = None) -> Iterator[Frame]:
+        """Frames of a server stream, the last one included; an error in it is raised."""
+        auth = httpx.BasicAuth(user, "") if user else None
+        reader = FrameReader()
+        try:
+            with self._http.stream(
+                "POST",
+                f"/{service}",
+                content=encode_frame(message),
+                headers={"Content-Type": STREAM_TYPE, "Keepalive-Ping-Interval": "50"},
+                auth=auth or httpx.USE_CLIENT_DEFAULT,
+            ) as answer:
+                if answer.status_code != 200:
+                    _raise_for(answer.status_code, answer.read())
+                for data in answer.iter_raw():
+                    for frame in reader.feed(data):
+                        if frame.end and (error := frame.message.get("error")):
+                            raise CliError(error.get("message") or error.get("code", "the command failed"))
+                        yield frame
+                        if frame.end:
+                            return
+        except httpx.HTTPError as error:
+            raise CliError(f"the sandbox went away: {error or type(error).__name__}") from error
+        raise CliError("the sandbox went away in the middle of the command")
+
+
+def _raise_for(status: int, body: bytes) -> None:
+    if status < 300:
+        return
+    try:
+        parsed = json.loads(body)
+        message, hint = str(parsed["message"]), parsed.get("hint")
+    except (ValueError, KeyError, TypeError):
+        message, hint = body[:500].decode(errors="replace") or "no reason given", None
+    if status == 401:
+        hint = hint or "is this the server's key? see AENV_API_KEY"
+    raise CliError(f"{message} ({status})", hint=hint)

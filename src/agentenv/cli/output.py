@@ -1,0 +1,68 @@
+"""What commands print: tables for people, JSON for programs, chosen by where it goes."""
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+out = Console()
+err = Console(stderr=True)
+
+
+def for_people() -> bool:
+    return sys.stdout.isatty()
+
+
+def show(value: Any, columns: Sequence[tuple[str, str]], *, as_json: bool = False) -> None:
+    """Print a dict or a list of dicts: the chosen (title, key) columns on a terminal, all of it as JSON elsewhere."""
+    if as_json or not for_people():
+        print(json.dumps(value, indent=2))
+        return
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for title, _ in columns:
+        table.add_column(title, overflow="fold")
+    for row in value if isinstance(value, list) else [value]:
+        table.add_row(*(_cell(row.get(key)) for _, key in columns))
+    out.print(table)
+
+
+def say(message: str) -> None:
+    """A remark that is not the command's output."""
+    err.print(message, highlight=False)
+
+
+@contextmanager
+def working(what: str) -> Iterator[None]:
+    """A spinner with the time while something long goes on; nothing where nobody watches."""
+    with progress_bar() as progress:
+        progress.add_task(what, total=None)
+        yield
+
+
+def progress_bar() -> Progress:
+    return Progress(
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=30),
+        TimeElapsedColumn(),
+        console=err,
+        transient=True,
+        disable=not err.is_terminal,
+    )
+
+
+def _cell(value: Any) -> str:
+    match value:
+        case None | "" | []:
+            return "-"
+        case list():
+            return ", ".join(map(str, value))
+        case dict():
+            return " ".join(f"{key}={item}" for key, item in value.items()) or "-"
+        case _:
+            return str(value)

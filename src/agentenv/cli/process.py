@@ -1,0 +1,169 @@
+"""`aenv exec` and `aenv shell`: a command in a sandbox, joined to this terminal.
+
+Output is written as bytes as it comes. Input and signals go by calls of their own,
+from a thread, since the stream of output is busy.
+"""
+
+import base64
+import fcntl
+import os
+import select
+import shutil
+import signal
+import sys
+import termios
+import threading
+import tty
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any, BinaryIO
+
+from agentenv.cli.client import CliError, SandboxClient
+
+INPUT_CHUNK_BYTES = 32 << 10
+SIGNAL_EXIT = {"signal: killed": 137, "signal: terminated": 143, "signal: interrupt": 130}
+START, INPUT, CLOSE = "process.Process/Start", "process.Process/SendInput", "process.Process/CloseStdin"
+SIGNAL, UPDATE = "process.Process/SendSignal", "process.Process/Update"
+
+
+def execute(
+    sandbox: SandboxClient,
+    command: list[str],
+    *,
+    user: str | None = None,
+    cwd: str | None = None,
+    env: dict[str, str] | None = None,
+    with_input: bool = False,
+) -> int:
+    """Run *command* to its end and return its exit code; 128 + N for one ended by signal N."""
+    request: dict[str, Any] = {"process": _process(command, cwd, env), "stdin": with_input}
+    pid: int | None = None
+    interrupts = 0
+
+    def interrupted(_signal: int, _frame: FrameType | None) -> None:
+        nonlocal interrupts
+        interrupts += 1
+        if pid is None:
+            raise KeyboardInterrupt
+        # Asked once it may clean up; asked twice it must go.
+        name = "SIGNAL_SIGTERM" if interrupts == 1 else "SIGNAL_SIGKILL"
+        _in_thread(lambda: sandbox.unary(SIGNAL, {"process": {"pid": pid}, "signal": name}))
+
+    before = signal.signal(signal.SIGINT, interrupted)
+    try:
+        for frame in sandbox.stream(START, request, user=user):
+            event = frame.message.get("event", {})
+            if "start" in event:
+                pid = int(event["start"]["pid"])
+                if with_input:
+                    _in_thread(lambda: _send_input(sandbox, pid, sys.stdin.buffer))
+            for name, data in event.get("data", {}).items():
+                _write(sys.stderr.buffer if name == "stderr" else sys.stdout.buffer, base64.b64decode(data))
+            if "end" in event:
+                return _exit_code(event["end"])
+    finally:
+        signal.signal(signal.SIGINT, before)
+    raise CliError("the sandbox did not say how the command ended")
+
+
+def attach_shell(sandbox: SandboxClient, *, user: str | None, shell: str) -> int:
+    """An interactive shell on a terminal of its own in the sandbox."""
+    if not sys.stdin.isatty():
+        raise CliError("a shell needs a terminal", hint="use `aenv exec` in scripts", code=2)
+    request = {
+        "process": _process([shell, "-i", "-l"], None, {"TERM": os.environ.get("TERM", "xterm-256color")}),  # noqa: TID251
+        "pty": {"size": _size()},
+    }
+    with _raw_terminal():
+        return _attached(sandbox, request, user)
+
+
+def _attached(sandbox: SandboxClient, request: dict[str, Any], user: str | None) -> int:
+    done = threading.Event()
+    for frame in sandbox.stream(START, request, user=user):
+        event = frame.message.get("event", {})
+        if "start" in event:
+            pid = int(event["start"]["pid"])
+            signal.signal(signal.SIGWINCH, lambda _s, _f, pid=pid: _in_thread(lambda: _resize(sandbox, pid)))
+            _in_thread(lambda pid=pid: _send_keys(sandbox, pid, done))
+        for data in event.get("data", {}).values():
+            _write(sys.stdout.buffer, base64.b64decode(data))
+        if "end" in event:
+            done.set()
+            return _exit_code(event["end"])
+    raise CliError("the sandbox did not say how the shell ended")
+
+
+def _process(command: list[str], cwd: str | None, env: dict[str, str] | None) -> dict[str, Any]:
+    process: dict[str, Any] = {"cmd": command[0], "args": command[1:]}
+    if env:
+        process["envs"] = env
+    if cwd:
+        process["cwd"] = cwd
+    return process
+
+
+def _send_input(sandbox: SandboxClient, pid: int, source: BinaryIO) -> None:
+    descriptor = source.fileno()
+    while data := os.read(descriptor, INPUT_CHUNK_BYTES):
+        sandbox.unary(INPUT, {"process": {"pid": pid}, "input": {"stdin": base64.b64encode(data).decode()}})
+    sandbox.unary(CLOSE, {"process": {"pid": pid}})
+
+
+def _send_keys(sandbox: SandboxClient, pid: int, done: threading.Event) -> None:
+    descriptor = sys.stdin.fileno()
+    while not done.is_set():
+        ready, _, _ = select.select([descriptor], [], [], 0.5)
+        if not ready:
+            continue
+        if not (data := os.read(descriptor, INPUT_CHUNK_BYTES)):
+            return
+        sandbox.unary(INPUT, {"process": {"pid": pid}, "input": {"pty": base64.b64encode(data).decode()}})
+
+
+def _resize(sandbox: SandboxClient, pid: int) -> None:
+    sandbox.unary(UPDATE, {"process": {"pid": pid}, "pty": {"size": _size()}})
+
+
+def _size() -> dict[str, int]:
+    columns, rows = shutil.get_terminal_size()
+    return {"cols": columns, "rows": rows}
+
+
+@contextmanager
+def _raw_terminal() -> Iterator[None]:
+    descriptor = sys.stdin.fileno()
+    before = termios.tcgetattr(descriptor)
+    tty.setraw(descriptor)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
+
+
+def _write(stream: BinaryIO, data: bytes) -> None:
+    """Write all of *data*, also where somebody has made the terminal non-blocking."""
+    flags = fcntl.fcntl(stream.fileno(), fcntl.F_GETFL)
+    if flags & os.O_NONBLOCK:
+        fcntl.fcntl(stream.fileno(), fcntl.F_SETFL, flags & ~os.O_NONBLOCK)
+    stream.write(data)
+    stream.flush()
+
+
+def _exit_code(end: dict[str, Any]) -> int:
+    if end.get("exited", False):
+        return int(end.get("exitCode", 0))
+    return SIGNAL_EXIT.get(str(end.get("status")), 128)
+
+
+def _in_thread(work: Callable[[], Any]) -> None:
+    """Do *work* beside the output; a process that has ended meanwhile is no error of ours."""
+
+    def run() -> None:
+        try:
+            work()
+        except CliError:
+            return
+
+    threading.Thread(target=run, daemon=True).start()

@@ -1,0 +1,237 @@
+"""Commands on sandboxes."""
+
+import json
+import re
+from typing import Annotated, Any
+from urllib.parse import quote, urlencode
+
+import typer
+
+from agentenv.cli import process
+from agentenv.cli.client import CliError
+from agentenv.cli.context import client_of
+from agentenv.cli.output import for_people, out, say, show, working
+
+COLUMNS = (
+    ("SANDBOX", "sandboxID"),
+    ("TEMPLATE", "alias"),
+    ("STATE", "state"),
+    ("STARTED", "startedAt"),
+    ("ENDS", "endAt"),
+    ("CPU", "cpuCount"),
+    ("MIB", "memoryMB"),
+    ("METADATA", "metadata"),
+)
+Json = Annotated[bool, typer.Option("--json", help="JSON also on a terminal.")]
+DURATION = re.compile(r"(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s?)?")
+
+
+def complete_sandbox(context: typer.Context, incomplete: str) -> list[str]:
+    """Ids of the sandboxes there are; nothing when the server cannot be asked quickly."""
+    try:
+        return [s["sandboxID"] for s in client_of(context).pages("/v2/sandboxes") if s["sandboxID"].startswith(incomplete)]
+    except CliError:
+        return []
+
+
+SandboxId = Annotated[str, typer.Argument(help="Id of the sandbox.", autocompletion=complete_sandbox, show_default=False)]
+
+
+def parse_duration(text: str) -> int:
+    """Seconds of ``90``, ``90s``, ``5m`` or ``1h30m``."""
+    match = DURATION.fullmatch(text.strip())
+    if not match or not any(match.groups()):
+        raise typer.BadParameter(f"{text!r} is not a length of time like 90, 90s, 5m or 1h30m")
+    hours, minutes, seconds = (int(group or 0) for group in match.groups())
+    return hours * 3600 + minutes * 60 + seconds
+
+
+Duration = Annotated[int, typer.Option("--timeout", "-t", parser=parse_duration, help="Time to live: 90, 5m, 1h30m.")]
+
+
+def pairs(values: list[str] | None, what: str) -> dict[str, str]:
+    """``["a=1"]`` as ``{"a": "1"}``."""
+    found = {}
+    for value in values or []:
+        name, separator, text = value.partition("=")
+        if not separator or not name:
+            raise typer.BadParameter(f"{what} {value!r} is not NAME=VALUE")
+        found[name] = text
+    return found
+
+
+def start(
+    context: typer.Context,
+    template: Annotated[str, typer.Argument(help="Template or snapshot: name or id.")] = "base",
+    timeout: Duration = "5m",  # type: ignore[assignment]
+    metadata: Annotated[list[str] | None, typer.Option("--metadata", "-m", help="NAME=VALUE, repeatable.")] = None,
+    env: Annotated[list[str] | None, typer.Option("--env", "-e", help="NAME=VALUE, repeatable.")] = None,
+    auto_pause: Annotated[bool, typer.Option(help="Pause, rather than kill, at the end.")] = False,
+    auto_resume: Annotated[bool, typer.Option(help="Let traffic wake it when it is paused.")] = False,
+    internet: Annotated[bool, typer.Option(help="Let it reach the internet.")] = True,
+    as_json: Json = False,
+) -> None:
+    """Start a sandbox and print its id."""
+    body: dict[str, Any] = {
+        "templateID": template,
+        "timeout": timeout,
+        "metadata": pairs(metadata, "metadata"),
+        "envVars": pairs(env, "variable"),
+        "autoPause": auto_pause,
+        "autoResume": {"enabled": auto_resume},
+    }
+    if not internet:
+        body["allow_internet_access"] = False
+    with working(f"starting {template}"):
+        sandbox = client_of(context).call("POST", "/v2/sandboxes", json=body)
+    if for_people() and not as_json:
+        out.print(sandbox["sandboxID"], highlight=False)
+    else:
+        print(json.dumps(sandbox, indent=2))
+
+
+def list_sandboxes(
+    context: typer.Context,
+    state: Annotated[str | None, typer.Option(help="running, paused, or both with a comma.")] = None,
+    metadata: Annotated[list[str] | None, typer.Option("--metadata", "-m", help="NAME=VALUE that must match.")] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Ids only.")] = False,
+    as_json: Json = False,
+) -> None:
+    """List sandboxes."""
+    params = {"state": state} if state else {}
+    if wanted := pairs(metadata, "metadata"):
+        params["metadata"] = urlencode({quote(k, safe=""): quote(v, safe="") for k, v in wanted.items()})
+    sandboxes = client_of(context).pages("/v2/sandboxes", params)
+    if quiet:
+        for sandbox in sandboxes:
+            print(sandbox["sandboxID"])
+    else:
+        show(sandboxes, COLUMNS, as_json=as_json)
+
+
+def info(context: typer.Context, sandbox_id: SandboxId, as_json: Json = False) -> None:
+    """Show one sandbox."""
+    detail = client_of(context).call("GET", f"/sandboxes/{sandbox_id}")
+    if for_people() and not as_json:
+        for key, value in detail.items():
+            if value not in (None, "", {}, []):
+                out.print(f"[bold]{key}[/bold]: {value}", highlight=False)
+    else:
+        print(json.dumps(detail, indent=2))
+
+
+def execute(
+    context: typer.Context,
+    sandbox_id: SandboxId,
+    command: Annotated[list[str], typer.Argument(help="Program and arguments.", show_default=False)],
+    user: Annotated[str | None, typer.Option("--user", "-u", help="As this user of the sandbox.")] = None,
+    cwd: Annotated[str | None, typer.Option("--cwd", "-w", help="In this directory.")] = None,
+    env: Annotated[list[str] | None, typer.Option("--env", "-e", help="NAME=VALUE, repeatable.")] = None,
+    stdin: Annotated[bool, typer.Option("--stdin", "-i", help="Pass standard input on.")] = False,
+) -> None:
+    """Run a command in a sandbox; its output and exit code are this command's own."""
+    sandbox = client_of(context).sandbox(sandbox_id)
+    code = process.execute(
+        sandbox, command, user=user, cwd=cwd, env=pairs(env, "variable"), with_input=stdin
+    )
+    raise typer.Exit(code)
+
+
+def shell(
+    context: typer.Context,
+    sandbox_id: SandboxId,
+    user: Annotated[str | None, typer.Option("--user", "-u", help="As this user of the sandbox.")] = None,
+    program: Annotated[str, typer.Option("--shell", help="The shell to run.")] = "/bin/bash",
+) -> None:
+    """Open an interactive shell in a sandbox."""
+    raise typer.Exit(process.attach_shell(client_of(context).sandbox(sandbox_id), user=user, shell=program))
+
+
+def pause(context: typer.Context, sandbox_id: SandboxId) -> None:
+    """Pause a sandbox: memory, processes and files are kept, and cost no CPU or memory."""
+    with working("pausing"):
+        client_of(context).call("POST", f"/sandboxes/{sandbox_id}/pause", json={})
+    say("paused")
+
+
+def resume(context: typer.Context, sandbox_id: SandboxId, timeout: Duration = "5m") -> None:  # type: ignore[assignment]
+    """Let a paused sandbox go on; of a running one, only extend its life."""
+    with working("resuming"):
+        client_of(context).call("POST", f"/v2/sandboxes/{sandbox_id}/connect", json={"timeout": timeout})
+    say("running")
+
+
+def fork(
+    context: typer.Context,
+    sandbox_id: SandboxId,
+    count: Annotated[int, typer.Option("--count", "-n", min=1, help="How many children.")] = 1,
+    timeout: Duration = "5m",  # type: ignore[assignment]
+    as_json: Json = False,
+) -> None:
+    """Make copies of a running sandbox that go on from the same instant; print their ids."""
+    with working(f"forking into {count}"):
+        children = client_of(context).call(
+            "POST", f"/sandboxes/{sandbox_id}/fork", json={"count": count, "timeout": timeout}
+        )
+    failed = [child["error"] for child in children if child.get("error")]
+    if for_people() and not as_json:
+        for child in children:
+            if child.get("sandbox"):
+                out.print(child["sandbox"]["sandboxID"], highlight=False)
+    else:
+        print(json.dumps(children, indent=2))
+    for error in failed:
+        say(f"[red]a child failed:[/red] {error.get('message')}")
+    if failed:
+        raise typer.Exit(1)
+
+
+def timeout(
+    context: typer.Context,
+    sandbox_id: SandboxId,
+    duration: Annotated[int, typer.Argument(parser=parse_duration, help="From now: 90, 5m, 1h30m.")],
+) -> None:
+    """Set when a sandbox ends, earlier or later than now planned."""
+    client_of(context).call("POST", f"/sandboxes/{sandbox_id}/timeout", json={"timeout": duration})
+
+
+def logs(
+    context: typer.Context,
+    sandbox_id: SandboxId,
+    limit: Annotated[int, typer.Option("--limit", "-n", min=1, max=1000, help="At most this many lines.")] = 200,
+) -> None:
+    """Print the last lines of a sandbox's console."""
+    answer = client_of(context).call("GET", f"/sandboxes/{sandbox_id}/logs", params={"limit": limit})
+    for entry in answer["logEntries"]:
+        print(f"{entry['timestamp']} {entry['level']:5} {entry['message']}")
+
+
+def delete(
+    context: typer.Context,
+    sandbox_ids: Annotated[
+        list[str] | None, typer.Argument(help="Ids.", autocompletion=complete_sandbox, show_default=False)
+    ] = None,
+    everything: Annotated[bool, typer.Option("--all", help="Every sandbox there is.")] = False,
+    metadata: Annotated[list[str] | None, typer.Option("--metadata", "-m", help="All that match NAME=VALUE.")] = None,
+) -> None:
+    """Delete sandboxes, running or paused, with everything in them."""
+    client = client_of(context)
+    chosen = list(sandbox_ids or [])
+    if everything or metadata:
+        wanted = pairs(metadata, "metadata")
+        chosen += [
+            s["sandboxID"]
+            for s in client.pages("/v2/sandboxes")
+            if wanted.items() <= (s.get("metadata") or {}).items()
+        ]
+    if not chosen and not everything and not metadata:
+        raise CliError("which sandbox?", hint="give ids, --metadata NAME=VALUE or --all", code=2)
+    failures = 0
+    for sandbox_id in chosen:
+        try:
+            client.call("DELETE", f"/sandboxes/{sandbox_id}")
+        except CliError as error:
+            say(f"[red]{sandbox_id}:[/red] {error.message}")
+            failures += 1
+    if failures:
+        raise typer.Exit(1)

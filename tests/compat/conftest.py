@@ -1,0 +1,15 @@
+"""The server that the SDK suites share."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.running import running_server
+from tests.server import Server
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[Server]:
+    """A running server with the template `base`; nothing may be left of it at the end."""
+    with running_server("compat") as running, running.sdk():
+        yield running

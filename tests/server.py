@@ -1,0 +1,237 @@
+"""A real server under test: started as a user would, on ports, ranges and directories of its own.
+
+Also the leak checker: what an AgentENV server may leave on a host, listed. After a
+test that deleted its sandboxes the list must be what it was before.
+"""
+
+import json
+import os
+import re
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.capabilities import GUEST_DIR, QEMU, REPO
+
+READY_S = 120.0
+# Off the default ranges, so that a server of the person at this machine goes on undisturbed.
+RANGES = 'veth_cidr = "10.112.0.0/16"\naddress_cidr = "10.111.0.0/16"\nname_prefix = "{prefix}"\n'
+
+
+@dataclass
+class Server:
+    """One server process. ``start`` and ``stop`` as often as a test likes; `kill` is kill -9."""
+
+    home: Path
+    runtime: Path
+    prefix: str = "aet"
+    port: int = 0
+    extra: str = ""  # more TOML, whole sections
+    environ: dict[str, str] = field(default_factory=dict)
+    api_key: str = field(default_factory=lambda: "e2b_" + secrets.token_hex(20))
+    process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def log(self) -> Path:
+        return self.home / "server.log"
+
+    def start(self, **environ: str) -> "Server":
+        self.home.mkdir(parents=True, exist_ok=True)
+        self.port = self.port or free_port()
+        config = self.home / "server.toml"
+        config.write_text(
+            f'[server]\nlisten_host = "127.0.0.1"\nlisten_port = {self.port}\ndomains = ["sbx.localhost"]\n'
+            f'[paths]\nhome = "{self.home}"\nruntime = "{self.runtime}"\n'
+            f'[guest]\nimage_dir = "{GUEST_DIR}"\nca_bundle = "{_ca_bundle()}"\n'
+            f'[vmm]\nqemu_binary = "{QEMU}"\n'
+            f"[network]\n{RANGES.format(prefix=self.prefix)}{self.extra}"
+        )
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "agentenv.cli.main", "server", "--config", str(config)],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, "AENV_API_KEY": self.api_key, **self.environ, **environ},
+                cwd=REPO,
+            )
+        self.wait_until(self._answers, "the server to answer")
+        return self
+
+    def stop(self) -> None:
+        """As `systemctl stop` would: VMs live on."""
+        if self.process is not None:
+            self.process.send_signal(signal.SIGTERM)
+            self.process.wait(60)
+            self.process = None
+
+    def kill(self) -> None:
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait(60)
+            self.process = None
+
+    def wait_dead(self) -> int:
+        """Wait for a server that a failpoint kills."""
+        assert self.process is not None
+        code = self.process.wait(READY_S)
+        self.process = None
+        return code
+
+    def call(self, method: str, path: str, body: object = None, *, timeout_s: float = 120.0) -> tuple[int, Any]:
+        """One API call: status and JSON body, whatever the status."""
+        request = urllib.request.Request(
+            self.url + path,
+            method=method,
+            data=None if body is None else json.dumps(body).encode(),
+            headers={"X-API-Key": self.api_key, "Content-Type": "application/json"},
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=timeout_s) as answer:
+                status, content = answer.status, answer.read()
+        except urllib.error.HTTPError as error:
+            status, content = error.code, error.read()
+        return status, json.loads(content) if content else None
+
+    def create(self, template: str = "base", **more: object) -> str:
+        status, body = self.call("POST", "/v2/sandboxes", {"templateID": template, "timeout": 600, **more})
+        assert status == 201, body
+        return str(body["sandboxID"])
+
+    def delete_all(self) -> None:
+        _, sandboxes = self.call("GET", "/v2/sandboxes")
+        for sandbox in sandboxes:
+            self.call("DELETE", f"/sandboxes/{sandbox['sandboxID']}")
+
+    def aenv(self, *arguments: str, stdin: bytes = b"", timeout_s: float = 600.0) -> subprocess.CompletedProcess[bytes]:
+        """The command line, pointed at this server."""
+        return subprocess.run(
+            [sys.executable, "-m", "agentenv.cli.main", *arguments],
+            input=stdin,
+            capture_output=True,
+            check=False,
+            timeout=timeout_s,
+            env={**os.environ, "AENV_API_URL": self.url, "AENV_API_KEY": self.api_key},
+            cwd=REPO,
+        )
+
+    @contextmanager
+    def sdk(self) -> Iterator[None]:
+        """Point the E2B SDK of this process here, as its users do: by environment."""
+        names = {"E2B_API_URL": self.url, "E2B_SANDBOX_URL": self.url, "E2B_API_KEY": self.api_key}
+        before = {name: os.environ.get(name) for name in names}
+        os.environ.update(names)
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    os.environ.pop(name, None)
+                else:
+                    os.environ[name] = value
+
+    def wait_until(self, condition: Callable[[], bool], what: str, timeout_s: float = READY_S) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            if self.process is not None and self.process.poll() is not None:
+                raise AssertionError(f"the server ended with {self.process.returncode}:\n{self.tail()}")
+            if time.monotonic() > deadline:
+                raise AssertionError(f"waited {timeout_s:g} s in vain for {what}:\n{self.tail()}")
+            time.sleep(0.02)
+
+    def tail(self) -> str:
+        return self.log.read_text(errors="replace")[-6000:] if self.log.exists() else ""
+
+    def _answers(self) -> bool:
+        try:
+            with urllib.request.urlopen(f"{self.url}/health", timeout=5) as answer:
+                return bool(answer.status == 204)
+        except OSError:
+            return False
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _ca_bundle() -> str:
+    """The host's bundle: where TLS is intercepted, guests must trust what the host trusts."""
+    for path in (os.environ.get("SSL_CERT_FILE"), "/etc/ssl/certs/ca-certificates.crt"):
+        if path and Path(path).is_file():
+            return path
+    return ""
+
+
+@dataclass(frozen=True, slots=True)
+class Leaks:
+    """Everything of one server that is on the host now."""
+
+    processes: frozenset[str]
+    namespaces: frozenset[str]
+    links: frozenset[str]
+    mounts: frozenset[str]
+    loops: frozenset[str]
+    tables: frozenset[str]
+    sockets: frozenset[str]
+    files: frozenset[str]
+
+    def minus(self, other: "Leaks") -> dict[str, list[str]]:
+        """What is here and was not there."""
+        found = {name: sorted(getattr(self, name) - getattr(other, name)) for name in Leaks.__slots__}
+        return {name: items for name, items in found.items() if items}
+
+
+def leaks(server: Server) -> Leaks:
+    """List what *server* has on the host. Pooled slots are the server's own and are left out by name."""
+    runtime, home = str(server.runtime), server.home
+    links = {line.split(":")[1].strip().split("@")[0] for line in _lines("ip", "-o", "link")}
+    return Leaks(
+        processes=frozenset(_processes(runtime)),
+        namespaces=frozenset(str(p) for p in (server.runtime / "netns").glob("*")),
+        links=frozenset(name for name in links if name.startswith(server.prefix)),
+        mounts=frozenset(line.split()[1] for line in Path("/proc/self/mounts").read_text().splitlines() if runtime in line),
+        loops=frozenset(line for line in _lines("losetup", "-a") if str(home) in line),
+        tables=frozenset(line for line in _lines("nft", "list", "tables") if server.prefix in line),
+        sockets=frozenset(
+            line.split()[-1] for line in Path("/proc/net/unix").read_text().splitlines() if f"{runtime}/vm/" in line
+        ),
+        files=frozenset(_files(server)),
+    )
+
+
+def _processes(runtime: str) -> Iterator[str]:
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            command = path.read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except OSError:
+            continue
+        if f"{runtime}/vm/" in command:
+            yield f"{path.parent.name} {command[:80]}"
+
+
+def _files(server: Server) -> Iterator[str]:
+    for root in (server.runtime / "vm", server.home / "storage", server.home / "work"):
+        for path in root.rglob("*") if root.is_dir() else ():
+            if path.is_file() or path.is_socket():
+                yield str(path)
+
+
+def _lines(*command: str) -> list[str]:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return [re.sub(r"\s+", " ", line) for line in done.stdout.splitlines()]
