@@ -1,0 +1,72 @@
+"""The OpenAPI document: what FastAPI makes of the routes, with what it cannot see put in.
+
+Request bodies are read by our own parser, so their models are added here; a wrong
+request is a 400 and never a 422; every parameter of a path is text.
+"""
+
+import re
+from typing import Any, Final
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from pydantic.json_schema import models_json_schema
+
+from agentenv.api import requests
+from agentenv.api.body import Wire
+from agentenv.api.endpoints import API_KEY_SCHEME
+
+_MODELS: Final[tuple[type[Wire], ...]] = (
+    requests.NewSandbox, requests.NewSandboxV2, requests.Connect, requests.ConnectV2, requests.Resume, requests.Pause,
+    requests.SetTimeout, requests.Refresh, requests.Fork, requests.TakeSnapshot, requests.NetworkUpdate,
+    requests.ExtensionParams,
+)  # fmt: skip
+
+_ABOUT: Final = """
+Sandboxes, one microVM each, behind the API of E2B. Times to live are in seconds, memory and disk sizes in MiB
+(`memoryMB`, `diskSizeMB`), timestamps RFC 3339 in UTC.
+
+Every answer that is not a 2xx is `{"code", "message", "error_code"}`; `code` is the HTTP status. Fields that are not
+documented are refused with 400, and so are values of the wrong type; fields of E2B that this release lacks are
+accepted while they are empty.
+""".strip()
+
+
+def build_document(app: FastAPI) -> dict[str, Any]:
+    """The document of *app*, as a value that is written as JSON or YAML."""
+    document: dict[str, Any] = get_openapi(
+        title="AgentENV", version=app.version, description=_ABOUT, routes=app.router.routes
+    )
+    schemas: dict[str, Any] = document["components"]["schemas"]
+    _, definitions = models_json_schema(
+        [(model, "validation") for model in _MODELS], by_alias=True, ref_template="#/components/schemas/{model}"
+    )
+    schemas.update(definitions["$defs"])
+    for unused in ("HTTPValidationError", "ValidationError"):
+        schemas.pop(unused, None)
+    document["components"]["securitySchemes"] = {
+        API_KEY_SCHEME: {"type": "apiKey", "in": "header", "name": "X-API-Key", "description": "Exactly once."}
+    }
+    for path, operations in document["paths"].items():
+        for operation in operations.values():
+            if not _says_422(operation):
+                operation["responses"].pop("422", None)
+            _name_path_parameters(path, operation)
+    document["components"]["schemas"] = dict(sorted(schemas.items()))
+    return document
+
+
+def _says_422(operation: dict[str, Any]) -> bool:
+    return "Idempotency" in operation["responses"].get("422", {}).get("description", "")
+
+
+def _name_path_parameters(path: str, operation: dict[str, Any]) -> None:
+    """Parameters that a handler takes from FastAPI are there already."""
+    parameters: list[dict[str, Any]] = operation.setdefault("parameters", [])
+    named = {one["name"] for one in parameters}
+    parameters.extend(
+        {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+        for name in re.findall(r"{(\w+)}", path)
+        if name not in named
+    )
+    if not parameters:
+        del operation["parameters"]
