@@ -25,14 +25,15 @@ PROJECT = Path(__file__).parent / "demo_project"
 PATCHES = {
     "check the balance first": (
         "        self.balances[source] = self.balances.get(source, 0) - cents\n",
-        "        if self.balances.get(source, 0) < cents:\n"
-        "            raise ValueError('overdraft')\n"
-        "        self.balances[source] = self.balances.get(source, 0) - cents\n",
+        (
+            "        if self.balances.get(source, 0) < cents:\n"
+            "            raise ValueError('overdraft')\n"
+            "        self.balances[source] = self.balances.get(source, 0) - cents\n"
+        ),
     ),
     "give the rest to the first shares": (
         "        return [total // ways] * ways\n",
-        "        share, rest = divmod(total, ways)\n"
-        "        return [share + (i < rest) for i in range(ways)]\n",
+        "        share, rest = divmod(total, ways)\n        return [share + (i < rest) for i in range(ways)]\n",
     ),
 }
 PATCHES["both of them"] = ("", "")  # applied as the other two, one after the other

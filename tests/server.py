@@ -205,7 +205,9 @@ def leaks(server: Server) -> Leaks:
         processes=frozenset(_processes(runtime)),
         namespaces=frozenset(str(p) for p in (server.runtime / "netns").glob("*")),
         links=frozenset(name for name in links if name.startswith(server.prefix)),
-        mounts=frozenset(line.split()[1] for line in Path("/proc/self/mounts").read_text().splitlines() if runtime in line),
+        mounts=frozenset(
+            line.split()[1] for line in Path("/proc/self/mounts").read_text().splitlines() if runtime in line
+        ),
         loops=frozenset(line for line in _lines("losetup", "-a") if str(home) in line),
         tables=frozenset(line for line in _lines("nft", "list", "tables") if server.prefix in line),
         sockets=frozenset(

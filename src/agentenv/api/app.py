@@ -14,6 +14,7 @@ from agentenv.aio.clock import Clock, SystemClock
 from agentenv.api import later
 from agentenv.api.auth import api_key_check
 from agentenv.api.body import explain
+from agentenv.api.builds import BuildRoutes
 from agentenv.api.document import build_document
 from agentenv.api.edge import Edge, RouteIndex
 from agentenv.api.endpoints import Endpoints
@@ -30,11 +31,17 @@ from agentenv.node.contract import Node
 
 
 def create_app(
-    node: Node, settings: ApiSettings, *, registry: CollectorRegistry | None = None, clock: Clock | None = None
+    node: Node,
+    settings: ApiSettings,
+    *,
+    builds: BuildRoutes | None = None,
+    registry: CollectorRegistry | None = None,
+    clock: Clock | None = None,
 ) -> FastAPI:
     """The API of *node*.
 
-    It owns no task and no connection: the caller starts and closes the node. *registry*
+    It owns no task and no connection: the caller starts and closes the node. *builds* are
+    the routes that make templates, where this server makes any. *registry*
     is what ``GET /metrics`` shows; others may register in it too. *clock* tells when an
     ``Idempotency-Key`` is forgotten.
     """
@@ -46,6 +53,8 @@ def create_app(
     TelemetryRoutes(node).declare(endpoints)  # before `/sandboxes/{sandbox_id}`: its `/sandboxes/metrics` is no id
     SandboxRoutes(node, settings, metrics, clock or SystemClock()).declare(endpoints)
     LifecycleRoutes(node, settings).declare(endpoints)
+    if builds is not None:
+        builds.declare(endpoints)
     TemplateRoutes(node).declare(endpoints)
     NodeRoutes(node, settings, metrics).declare(endpoints)
     index = RouteIndex(app.router.routes)

@@ -41,7 +41,7 @@ class Target:
 
 def resolve_target(url: str | None, api_key: str | None) -> Target:
     """Flags, then AENV_API_URL and AENV_API_KEY, then E2B's names, then the key file of a server on this machine."""
-    environ = os.environ  # noqa: TID251 - the command line's own edge
+    environ = os.environ
     url = url or environ.get("AENV_API_URL") or environ.get("E2B_API_URL") or DEFAULT_URL
     api_key = api_key or environ.get("AENV_API_KEY") or environ.get("E2B_API_KEY")
     if not api_key:
@@ -87,11 +87,11 @@ class Client:
     @contextmanager
     def stream(self, method: str, path: str, **arguments: Any) -> Iterator[httpx.Response]:
         """A successful answer whose body is read as it comes."""
-        with self._translated():
-            with self._http.stream(method, path, timeout=httpx.Timeout(10.0, read=None), **arguments) as answer:
-                if answer.status_code >= 300:
-                    _raise_for(answer.status_code, answer.read())
-                yield answer
+        patient = httpx.Timeout(10.0, read=None)
+        with self._translated(), self._http.stream(method, path, timeout=patient, **arguments) as answer:
+            if answer.status_code >= 300:
+                _raise_for(answer.status_code, answer.read())
+            yield answer
 
     def sandbox(self, sandbox_id: str) -> "SandboxClient":
         """The agent of one sandbox, with the token the server gives for it."""
@@ -108,7 +108,7 @@ class Client:
                 hint="start one with `aenv server`, or set AENV_API_URL",
             ) from error
         except httpx.HTTPError as error:
-            raise CliError(f"{self.target.url}: {error or type(error).__name__}") from error
+            raise CliError(f"{self.target.url}: {str(error) or type(error).__name__}") from error
 
 
 class SandboxClient:
@@ -125,7 +125,7 @@ class SandboxClient:
         try:
             answer = self._http.post(f"/{service}", json=message, timeout=60.0)
         except httpx.HTTPError as error:
-            raise CliError(f"the sandbox went away: {error or type(error).__name__}") from error
+            raise CliError(f"the sandbox went away: {str(error) or type(error).__name__}") from error
         _raise_for(answer.status_code, answer.content)
         return answer.json() if answer.content else {}
 
@@ -151,7 +151,7 @@ class SandboxClient:
                         if frame.end:
                             return
         except httpx.HTTPError as error:
-            raise CliError(f"the sandbox went away: {error or type(error).__name__}") from error
+            raise CliError(f"the sandbox went away: {str(error) or type(error).__name__}") from error
         raise CliError("the sandbox went away in the middle of the command")
 
 

@@ -49,9 +49,9 @@ typer_app.command("start")(sandboxes.start)
 typer_app.command("ls")(sandboxes.list_sandboxes)
 typer_app.command("list", hidden=True)(sandboxes.list_sandboxes)
 typer_app.command("info")(sandboxes.info)
-typer_app.command(
-    "exec", context_settings={"allow_interspersed_args": False, "ignore_unknown_options": False}
-)(sandboxes.execute)
+typer_app.command("exec", context_settings={"allow_interspersed_args": False, "ignore_unknown_options": False})(
+    sandboxes.execute
+)
 typer_app.command("shell")(sandboxes.shell)
 typer_app.command("pause")(sandboxes.pause)
 typer_app.command("resume")(sandboxes.resume)

@@ -16,6 +16,8 @@ import threading
 import tty
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from types import FrameType
 from typing import Any, BinaryIO
 
@@ -38,26 +40,15 @@ def execute(
 ) -> int:
     """Run *command* to its end and return its exit code; 128 + N for one ended by signal N."""
     request: dict[str, Any] = {"process": _process(command, cwd, env), "stdin": with_input}
-    pid: int | None = None
-    interrupts = 0
-
-    def interrupted(_signal: int, _frame: FrameType | None) -> None:
-        nonlocal interrupts
-        interrupts += 1
-        if pid is None:
-            raise KeyboardInterrupt
-        # Asked once it may clean up; asked twice it must go.
-        name = "SIGNAL_SIGTERM" if interrupts == 1 else "SIGNAL_SIGKILL"
-        _in_thread(lambda: sandbox.unary(SIGNAL, {"process": {"pid": pid}, "signal": name}))
-
-    before = signal.signal(signal.SIGINT, interrupted)
+    interrupts = _Interrupts(sandbox)
+    before = signal.signal(signal.SIGINT, interrupts)
     try:
         for frame in sandbox.stream(START, request, user=user):
             event = frame.message.get("event", {})
             if "start" in event:
-                pid = int(event["start"]["pid"])
+                interrupts.pid = pid = int(event["start"]["pid"])
                 if with_input:
-                    _in_thread(lambda: _send_input(sandbox, pid, sys.stdin.buffer))
+                    _in_thread(partial(_send_input, sandbox, pid, sys.stdin.buffer))
             for name, data in event.get("data", {}).items():
                 _write(sys.stderr.buffer if name == "stderr" else sys.stdout.buffer, base64.b64decode(data))
             if "end" in event:
@@ -67,12 +58,28 @@ def execute(
     raise CliError("the sandbox did not say how the command ended")
 
 
+@dataclass(slots=True)
+class _Interrupts:
+    """What Ctrl-C does: the command is asked once, so that it may clean up, and the second time it must go."""
+
+    sandbox: SandboxClient
+    pid: int | None = None
+    asked: bool = False
+
+    def __call__(self, _signal: int, _frame: FrameType | None) -> None:
+        if self.pid is None:
+            raise KeyboardInterrupt
+        name = "SIGNAL_SIGKILL" if self.asked else "SIGNAL_SIGTERM"
+        self.asked = True
+        _in_thread(partial(self.sandbox.unary, SIGNAL, {"process": {"pid": self.pid}, "signal": name}))
+
+
 def attach_shell(sandbox: SandboxClient, *, user: str | None, shell: str) -> int:
     """An interactive shell on a terminal of its own in the sandbox."""
     if not sys.stdin.isatty():
         raise CliError("a shell needs a terminal", hint="use `aenv exec` in scripts", code=2)
     request = {
-        "process": _process([shell, "-i", "-l"], None, {"TERM": os.environ.get("TERM", "xterm-256color")}),  # noqa: TID251
+        "process": _process([shell, "-i", "-l"], None, {"TERM": os.environ.get("TERM", "xterm-256color")}),
         "pty": {"size": _size()},
     }
     with _raw_terminal():
@@ -85,8 +92,9 @@ def _attached(sandbox: SandboxClient, request: dict[str, Any], user: str | None)
         event = frame.message.get("event", {})
         if "start" in event:
             pid = int(event["start"]["pid"])
-            signal.signal(signal.SIGWINCH, lambda _s, _f, pid=pid: _in_thread(lambda: _resize(sandbox, pid)))
-            _in_thread(lambda pid=pid: _send_keys(sandbox, pid, done))
+            resize = partial(_in_thread, partial(_resize, sandbox, pid))
+            signal.signal(signal.SIGWINCH, lambda _signal, _frame, resize=resize: resize())  # type: ignore[misc]
+            _in_thread(partial(_send_keys, sandbox, pid, done))
         for data in event.get("data", {}).values():
             _write(sys.stdout.buffer, base64.b64decode(data))
         if "end" in event:

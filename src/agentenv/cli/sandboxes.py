@@ -29,12 +29,16 @@ DURATION = re.compile(r"(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s?)?")
 def complete_sandbox(context: typer.Context, incomplete: str) -> list[str]:
     """Ids of the sandboxes there are; nothing when the server cannot be asked quickly."""
     try:
-        return [s["sandboxID"] for s in client_of(context).pages("/v2/sandboxes") if s["sandboxID"].startswith(incomplete)]
+        return [
+            s["sandboxID"] for s in client_of(context).pages("/v2/sandboxes") if s["sandboxID"].startswith(incomplete)
+        ]
     except CliError:
         return []
 
 
-SandboxId = Annotated[str, typer.Argument(help="Id of the sandbox.", autocompletion=complete_sandbox, show_default=False)]
+SandboxId = Annotated[
+    str, typer.Argument(help="Id of the sandbox.", autocompletion=complete_sandbox, show_default=False)
+]
 
 
 def parse_duration(text: str) -> int:
@@ -131,9 +135,7 @@ def execute(
 ) -> None:
     """Run a command in a sandbox; its output and exit code are this command's own."""
     sandbox = client_of(context).sandbox(sandbox_id)
-    code = process.execute(
-        sandbox, command, user=user, cwd=cwd, env=pairs(env, "variable"), with_input=stdin
-    )
+    code = process.execute(sandbox, command, user=user, cwd=cwd, env=pairs(env, "variable"), with_input=stdin)
     raise typer.Exit(code)
 
 
@@ -220,9 +222,7 @@ def delete(
     if everything or metadata:
         wanted = pairs(metadata, "metadata")
         chosen += [
-            s["sandboxID"]
-            for s in client.pages("/v2/sandboxes")
-            if wanted.items() <= (s.get("metadata") or {}).items()
+            s["sandboxID"] for s in client.pages("/v2/sandboxes") if wanted.items() <= (s.get("metadata") or {}).items()
         ]
     if not chosen and not everything and not metadata:
         raise CliError("which sandbox?", hint="give ids, --metadata NAME=VALUE or --all", code=2)

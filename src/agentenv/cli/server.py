@@ -1,5 +1,6 @@
 """`aenv server`: run a node."""
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -14,8 +15,8 @@ def serve(
 ) -> None:
     """Run the server in the foreground until it is told to stop; sandboxes live on."""
     # Imported here: every other command starts without the server's libraries.
-    from agentenv.config.resolve import resolve
-    from agentenv.server import run
+    from agentenv.config.resolve import resolve  # noqa: PLC0415
+    from agentenv.server import run  # noqa: PLC0415
 
     flags = {"server.listen_host": host, "server.listen_port": port, "paths.home": home}
-    run(resolve({name: value for name, value in flags.items() if value is not None}, config_file=config))
+    run(resolve(flags, os.environ, config))

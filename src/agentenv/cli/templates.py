@@ -50,7 +50,9 @@ def build(
     with progress_bar() as bar:
         task = bar.add_task("sending the root filesystem", total=None)
         headers = {"Content-Type": "application/x-tar"}
-        with client_of(context).stream("POST", "/templates/rootfs", params=params, content=content, headers=headers) as answer:
+        with client_of(context).stream(
+            "POST", "/templates/rootfs", params=params, content=content, headers=headers
+        ) as answer:
             for line in answer.iter_lines():
                 event = json.loads(line)
                 if "error" in event:
@@ -93,7 +95,9 @@ def create_snapshot(
 ) -> None:
     """Keep the live state of a sandbox, which runs on; print the snapshot's id."""
     with working("taking a snapshot"):
-        made = client_of(context).call("POST", f"/sandboxes/{sandbox_id}/snapshots", json={"name": name} if name else {})
+        made = client_of(context).call(
+            "POST", f"/sandboxes/{sandbox_id}/snapshots", json={"name": name} if name else {}
+        )
     if for_people():
         out.print(made["snapshotID"], highlight=False)
     else:
@@ -145,5 +149,3 @@ def _tar_of(directory: Path) -> Iterator[bytes]:
         if isinstance(chunk, Exception):
             raise CliError(f"{directory} cannot be read: {chunk}")
         yield chunk
-
-

@@ -86,12 +86,11 @@ def check(spec: BuildSpec) -> None:
 async def _disk(host: Host, spec: BuildSpec, archive: Path, work: Path, taken: AsyncExitStack, say: Say) -> Stack:
     say("rootfs", "making a disk of the root filesystem")
     image = work / "disk.raw"
-    loop = asyncio.get_running_loop()
 
     def on_progress(done: int, total: int) -> None:
-        loop.call_soon_threadsafe(say, "rootfs", "copying files", done, total)
+        say("rootfs", "copying files", done, total)
 
-    info = await asyncio.to_thread(build_ext4, archive, image, spec.machine.disk_mib, progress=on_progress)
+    info = await build_ext4(archive, image, spec.machine.disk_mib, progress=on_progress)
     say("rootfs", f"{info.files} files, {info.used_bytes >> 20} MiB")
     disk = await host.storage.import_disk(image, spec.machine.disk_mib << 20)
     taken.callback(host.storage.unpin, disk.layers, ())

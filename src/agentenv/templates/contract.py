@@ -39,6 +39,10 @@ Progress: TypeAlias = Callable[[BuildEvent], None]
 class Builder(Protocol):
     """Makes templates."""
 
+    def check(self, spec: BuildSpec) -> None:
+        """Raise `Invalid` for a specification that can never be built; no I/O."""
+        ...
+
     async def build(self, spec: BuildSpec, archive: Path, progress: Progress) -> Snapshot:
         """Make a template of the root filesystem in *archive* (a tar, or a directory).
 

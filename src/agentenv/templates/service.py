@@ -15,6 +15,9 @@ class TemplateBuilder:
     def __init__(self, host: Host) -> None:
         self._host = host
 
+    def check(self, spec: BuildSpec) -> None:
+        check(spec)
+
     async def build(self, spec: BuildSpec, archive: Path, progress: Progress) -> Snapshot:
         """A client that hangs up leaves the build going; a second one of the same name waits its turn."""
         check(spec)

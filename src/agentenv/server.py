@@ -1,0 +1,222 @@
+"""The program: every part of a node chosen and joined, in plain sight, and served until told to stop.
+
+Sandboxes outlive it: a server that stops leaves the VMs running, and the next one
+takes them over. Started twice on one home, the second says so and ends.
+"""
+
+import asyncio
+import logging
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+import structlog
+import uvloop
+from prometheus_client import CollectorRegistry
+
+from agentenv.aio.clock import SystemClock
+from agentenv.aio.failpoints import REGISTRY
+from agentenv.aio.operations import Operations
+from agentenv.aio.tasks import Tasks
+from agentenv.api.app import create_app
+from agentenv.api.builds import BuildRoutes
+from agentenv.api.settings import ApiSettings
+from agentenv.config.resolve import Resolved
+from agentenv.config.schema import Settings
+from agentenv.config.secrets import load_api_key, load_credentials
+from agentenv.guest.agent import HttpAgents
+from agentenv.guest.image import load_guest
+from agentenv.model.errors import Invalid
+from agentenv.model.sandbox import Sandbox
+from agentenv.network.settings import NetworkSettings
+from agentenv.network.slots import NetworkSlots
+from agentenv.node.catalogue import Catalogue
+from agentenv.node.collect import Collector
+from agentenv.node.host import Host, NodeSettings
+from agentenv.node.registry import Registry
+from agentenv.node.service import NodeService
+from agentenv.node.timings import Timings
+from agentenv.proxy.app import Proxy
+from agentenv.proxy.inbound.serve import http_server, raise_descriptor_limit
+from agentenv.proxy.settings import ProxySettings
+from agentenv.state.engine import sqlite_url
+from agentenv.state.sql import SqlStore
+from agentenv.storage.plain import PlainStorage
+from agentenv.templates.service import TemplateBuilder
+from agentenv.vmm.qemu import QemuVmm
+
+log = structlog.get_logger(__name__)
+
+
+def run(resolved: Resolved) -> None:
+    """Serve until SIGINT or SIGTERM. Raises one of our kinds when it cannot start."""
+    _set_up_logging(resolved.settings)
+    for note in resolved.notes:
+        log.warning(note)
+    if resolved.settings.debug.failpoints:
+        REGISTRY.arm_text(resolved.settings.debug.failpoints)
+    raise_descriptor_limit()
+    uvloop.run(_serve(resolved.settings))
+
+
+async def _serve(settings: Settings) -> None:
+    async with _node(settings) as (node, app):
+        server = http_server(app, settings.server.listen_host, settings.server.listen_port)
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, setattr, server, "should_exit", True)
+        log.info(
+            "serving",
+            url=f"http://{settings.server.listen_host}:{settings.server.listen_port}",
+            sandboxes=len(node.sandboxes()),
+        )
+        await server.serve()
+    log.info("stopped; sandboxes live on")
+
+
+@asynccontextmanager
+async def _node(settings: Settings) -> AsyncIterator[tuple[NodeService, Proxy]]:
+    """A started node behind its API and proxy."""
+    home, runtime = settings.paths.home, settings.paths.runtime
+    for directory in (home, runtime):
+        directory.mkdir(parents=True, exist_ok=True, mode=0o755)
+    clock = SystemClock()
+    metrics = CollectorRegistry()
+    async with AsyncExitStack() as opened:
+        storage = PlainStorage(home / "storage")
+        await storage.start()
+        opened.push_async_callback(storage.close)
+
+        database = settings.state.url.get_secret_value() if settings.state.url else sqlite_url(settings.database_path)
+        store = SqlStore(database)
+        await store.start()
+        opened.push_async_callback(store.close)
+
+        guest = await asyncio.to_thread(load_guest, settings.guest_dir)
+        vmm = QemuVmm(
+            binary=settings.vmm.qemu_binary,
+            accelerator=settings.vmm.accelerator,
+            tb_size_mib=settings.vmm.tb_size_mib,
+            guest_digest=guest.digest,
+            command_timeout_s=settings.vmm.command_timeout_s,
+        )
+        fingerprint = await vmm.fingerprint()
+        log.info("driver", **{name: getattr(fingerprint, name) for name in ("driver", "vmm_version", "accelerator")})
+
+        slots = NetworkSlots(_network(settings), runtime)
+        await slots.start()
+        opened.push_async_callback(slots.close)
+
+        registry = Registry(store)
+        catalogue = Catalogue(store, storage)
+        known = await store.sandboxes()
+        credentials = await asyncio.to_thread(load_credentials, settings, in_use=bool(known))
+        api_key = await asyncio.to_thread(load_api_key, settings)
+        host = Host(
+            settings=_limits(settings, guest.kernel, guest.initramfs),
+            clock=clock,
+            store=store,
+            registry=registry,
+            catalogue=catalogue,
+            storage=storage,
+            slots=slots,
+            vmm=vmm,
+            fingerprint=fingerprint,
+            agents=HttpAgents(),
+            credentials=credentials,
+            operations=Operations(),
+            tasks=Tasks("node"),
+            timings=Timings(metrics),
+            collector=Collector(clock, registry, catalogue, storage),
+        )
+        node = NodeService(host)
+        await node.start()
+        opened.push_async_callback(node.stop)
+
+        builds = BuildRoutes(TemplateBuilder(host), host.settings.work_dir)
+        api = create_app(node, _api(settings, api_key), builds=builds, registry=metrics, clock=clock)
+        proxy = Proxy(node, api, _proxy(settings, api_key))
+        registry.listen(lambda before, after: _forget_connections(proxy, before, after))
+        opened.push_async_callback(proxy.close)
+        yield node, proxy
+
+
+def _forget_connections(proxy: Proxy, before: Sandbox | None, after: Sandbox | None) -> None:
+    """A sandbox that stops running keeps no connection: its address will belong to another VM."""
+    if before is not None and before.state.has_guest and (after is None or not after.state.has_guest):
+        proxy.forget(before.id)
+
+
+def _limits(settings: Settings, kernel: Path, initramfs: Path) -> NodeSettings:
+    bundle = settings.guest.ca_bundle
+    try:
+        ca_bundle = bundle.read_text() if bundle is not None else None
+    except OSError as error:
+        raise Invalid(f"guest.ca_bundle: {bundle} cannot be read: {error.strerror}") from error
+    return NodeSettings(
+        runtime_dir=settings.paths.runtime,
+        work_dir=settings.paths.home / "work",
+        kernel=kernel,
+        initramfs=initramfs,
+        ca_bundle=ca_bundle,
+        max_sandboxes=settings.sandbox.max_sandboxes,
+        max_timeout_s=settings.sandbox.max_timeout_s,
+        min_free_disk_mib=settings.sandbox.min_free_disk_mib,
+        auto_resume_timeout_s=settings.sandbox.auto_resume_min_timeout_s,
+        fork_max=settings.sandbox.fork_max,
+        agent_timeout_s=settings.guest.init_timeout_s,
+        freeze_timeout_s=settings.guest.freeze_timeout_s,
+        operation_timeout_s=settings.sandbox.operation_timeout_s,
+    )
+
+
+def _network(settings: Settings) -> NetworkSettings:
+    values = {name: value for name, value in settings.network if value is not None}
+    return NetworkSettings(**values)
+
+
+def _api(settings: Settings, api_key: str) -> ApiSettings:
+    return ApiSettings(
+        api_key=api_key,
+        domain=settings.server.domains[0] if settings.server.domains else None,
+        max_body_bytes=settings.limits.max_body_bytes,
+        body_timeout_s=settings.limits.body_timeout_s,
+        cluster_id=settings.node.cluster_id,
+        **({"service_instance_id": settings.node.service_instance_id} if settings.node.service_instance_id else {}),
+    )
+
+
+def _proxy(settings: Settings, api_key: str) -> ProxySettings:
+    return ProxySettings(api_key=api_key, **dict(settings.proxy))
+
+
+def _set_up_logging(settings: Settings) -> None:
+    level = logging.getLevelNamesMapping()[settings.log.level.upper()]
+    pretty = settings.log.format == "pretty" or (settings.log.format == "auto" and sys.stderr.isatty())
+    shared: list[structlog.typing.Processor] = [
+        structlog.contextvars.merge_contextvars,
+        structlog.processors.add_log_level,
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+    ]
+    last: structlog.typing.Processor = (
+        structlog.dev.ConsoleRenderer() if pretty else structlog.processors.JSONRenderer()
+    )
+    structlog.configure(
+        processors=[*shared, structlog.processors.format_exc_info, last],
+        wrapper_class=structlog.make_filtering_bound_logger(level),
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+    )
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(
+        structlog.stdlib.ProcessorFormatter(
+            foreign_pre_chain=shared,
+            processors=[
+                structlog.stdlib.ProcessorFormatter.remove_processors_meta,
+                structlog.processors.format_exc_info,
+                last,
+            ],
+        )
+    )
+    logging.basicConfig(level=level, handlers=[handler], force=True)
