@@ -31,8 +31,8 @@ def parse_sandbox_id(text: str) -> SandboxId:
     try:
         canonical = str(uuid.UUID(text))
     except ValueError:
-        canonical = ""
-    if canonical != text:
+        canonical = None
+    if canonical != text or canonical is None:
         raise NotFound("no such sandbox")
     return SandboxId(canonical)
 
