@@ -14,6 +14,7 @@ from typing import Final, TypeAlias, TypeVar, cast
 import sqlalchemy.exc as sa_exc
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
+from agentenv.aio.failpoints import failpoint
 from agentenv.aio.tasks import spawn
 from agentenv.model.errors import AgentEnvError, Unavailable
 from agentenv.state.faults import translate
@@ -48,6 +49,7 @@ class SoleConnection:
         self._connection: AsyncConnection | None = None
         self._asked: asyncio.Queue[_Asked | None] = asyncio.Queue()
         self._worker: asyncio.Task[None] | None = None
+        self._in_doubt = False  # whether a commit was tried, and may have happened though it failed
         self._jobs = 0
         self._commits = 0
         self._failures = 0
@@ -102,7 +104,7 @@ class SoleConnection:
         try:
             results = await self._transaction(batch)
         except Exception as error:  # noqa: BLE001  # whatever it is, it is the asker's
-            if len(batch) > 1 and self._connection is not None:
+            if len(batch) > 1 and not self._in_doubt:
                 for asked in batch:  # one must not fail for another
                     await self._commit([asked])
                 return
@@ -116,16 +118,21 @@ class SoleConnection:
             _settle(asked.outcome, result=result)
 
     async def _transaction(self, batch: list[_Asked]) -> list[object]:
+        self._in_doubt = False
         if self._connection is None:
             self._connection = await self._engine.connect()
         try:
             async with self._connection.begin():
-                return [await asked.job(self._connection) for asked in batch]
+                results = [await asked.job(self._connection) for asked in batch]
+                await failpoint("store.committing")
+                self._in_doubt = True
         except (AgentEnvError, sa_exc.IntegrityError):
             raise  # a refusal: the connection is as good as before
         except BaseException:
             await self._disconnect()  # its state is unknown; the next batch opens another
             raise
+        await failpoint("store.committed")
+        return results
 
     async def _disconnect(self) -> None:
         connection, self._connection = self._connection, None

@@ -21,6 +21,7 @@ from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
 from sqlalchemy.ext.asyncio import AsyncConnection
 
+from agentenv.aio.failpoints import REGISTRY, Raise
 from agentenv.aio.tasks import spawn
 from agentenv.model.errors import Bug, Conflict, Invalid, NoSpace, Unavailable, Unsupported
 from agentenv.model.ids import SnapshotId, new_sandbox_id, new_snapshot_id
@@ -244,6 +245,23 @@ async def test_a_database_that_another_process_holds_is_unavailable_with_a_hint(
     assert len(await store.sandboxes()) == 2
 
 
+async def test_a_damaged_file_is_unavailable_with_a_hint(path: Path) -> None:
+    store = await _restarted(path)
+    for n in range(50):
+        await store.insert_sandbox(replace(_sandbox(n), metadata={"large": "x" * 3000}))
+    await store.close()
+    with path.open("r+b") as file:
+        file.seek(4096 * 8)
+        file.write(b"\xa5" * 4096 * 20)
+
+    store = await _restarted(path)
+    with pytest.raises(Unavailable) as refused:
+        await store.sandboxes()
+    await store.close()
+
+    assert "damaged" in str(refused.value.hint)
+
+
 def _spoil(path: Path, table: str, **columns: object) -> None:
     with sqlite3.connect(path) as database:
         database.execute(f"UPDATE {table} SET {', '.join(f'{name} = ?' for name in columns)}", tuple(columns.values()))
@@ -362,6 +380,22 @@ async def test_one_refused_job_of_a_batch_costs_the_others_nothing(store: SqlSto
     failed = [sandbox for sandbox, attempt in zip(wanted, attempts, strict=True) if attempt.exception()]
     assert failed == [taken]
     assert len(await store.sandboxes()) == 11
+
+
+async def test_a_job_that_is_wrong_costs_those_who_wait_with_it_nothing(store: SqlStore) -> None:
+    too_large = replace(_sandbox(), generation=2**70)
+    others = [_sandbox(n) for n in range(5)]
+    attempts = [spawn("insert", store.insert_sandbox(sandbox)) for sandbox in (too_large, *others)]
+    await asyncio.wait(attempts)
+
+    assert isinstance(attempts[0].exception(), Bug)
+    assert {sandbox.id for sandbox in await store.sandboxes()} == {sandbox.id for sandbox in others}
+
+
+async def test_a_commit_that_fails_changes_nothing(store: SqlStore) -> None:
+    with REGISTRY.armed("store.committing", Raise(NoSpace("full"))), pytest.raises(NoSpace):
+        await store.insert_sandbox(_sandbox())
+    assert await store.sandboxes() == []
 
 
 async def test_those_who_wait_together_share_a_commit(store: SqlStore) -> None:
