@@ -43,7 +43,15 @@ class Collected:
 
 class Storage(Protocol):
     """One back end. Raises `NotFound` for a missing layer or owner, `NoSpace` when the
-    disk is full (and then nothing has changed), `Bug` for a layer whose bytes are wrong."""
+    disk is full (and then nothing has changed), `Bug` for a layer whose bytes are wrong,
+    `Invalid` for a size, a stack or an owner's name that cannot be.
+
+    What `import_disk`, `seal_disk`, `capture_memory`, `flatten_memory` and `put_blob` return
+    comes pinned, each part once: the caller unpins it when its records list it, or when
+    it is not wanted after all. A call that is cancelled ends once nothing is being
+    written for it any more; what it did by then stands, unpinned, and `detach`, `remove`
+    and `collect` undo it.
+    """
 
     @property
     def balloon_safe(self) -> bool:
@@ -85,7 +93,10 @@ class Storage(Protocol):
     # Memory
 
     async def attach_memory(self, owner: str, stack: Stack) -> Path:
-        """Return a path to map privately for *owner*. An empty stack is zeroed memory."""
+        """Return a path to map privately for *owner*. An empty stack is zeroed memory.
+
+        `AlreadyExists` if it has memory attached: `detach` comes first.
+        """
         ...
 
     async def fill_memory(self, owner: str, pid: int) -> None:
@@ -93,7 +104,7 @@ class Storage(Protocol):
 
         A back end whose path already shows the whole stack does nothing here; one
         that keeps changed pages apart writes them into the process. Called once,
-        before any device state is loaded.
+        before any device state is loaded. After it raised, the process is of no use.
         """
         ...
 
@@ -101,7 +112,9 @@ class Storage(Protocol):
         """Write down what process *pid* changed in its mapping since *owner* was attached.
 
         The VM is paused and stays untouched. Returns the attached stack with the
-        changes on top, durable. Cost grows with changed pages, not with memory.
+        changes on top, durable; so is the disk of *owner* as the VM last flushed it. Cost
+        grows with changed pages, not with memory. `Unavailable` if the process ends meanwhile
+        or is not the one that maps the memory.
         """
         ...
 
@@ -132,10 +145,12 @@ class Storage(Protocol):
         """Take *source* (moved) as an immutable blob, durable."""
         ...
 
-    def blob_path(self, blob: BlobId) -> Path: ...
+    def blob_path(self, blob: BlobId) -> Path:
+        """`NotFound` if there is none."""
+        ...
 
     def pin(self, layers: Collection[LayerId], blobs: Collection[BlobId]) -> None:
-        """Keep these from the collector until `unpin`; counted, in this process only."""
+        """Keep these from the collector until `unpin`; counted, in this process only. `NotFound`: none is pinned."""
         ...
 
     def unpin(self, layers: Collection[LayerId], blobs: Collection[BlobId]) -> None: ...

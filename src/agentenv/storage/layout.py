@@ -1,0 +1,189 @@
+"""Where everything lies below the data directory, and who may use it.
+
+    VERSION         of this layout; a newer one is refused
+    lock            held by the one process that uses the directory
+    layers/         sealed layers (read-only) and the uppers that VMMs write (read-write)
+    blobs/          opaque immutable files
+    owners/         one record per owner
+    zero/           one all-zero memory image per size
+    temporary/      files in the making; emptied at start
+
+A layer's name says what it is: ``ID.raw``, ``ID.qcow2``, ``ID.memory`` (a flat image) or
+``ID.delta`` (pages that differ from a flat image).
+"""
+
+import fcntl
+import os
+import re
+import uuid
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Final
+
+from agentenv.model.errors import Bug, Conflict, Invalid, NotFound, Unsupported
+from agentenv.model.ids import BlobId, LayerId
+from agentenv.storage.files import empty_directory, replace_text, sync_directory
+
+LAYOUT_VERSION: Final = 1
+
+_LAYER_NAME: Final = re.compile(r"[0-9a-f]{32}\.(raw|qcow2|memory|delta)")
+_BLOB_NAME: Final = re.compile(r"[0-9a-f]{32}\.blob")
+_OWNER_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+_NOT_OURS: Final = frozenset({"lost+found"})  # what a fresh file system has
+
+
+class LayerKind(StrEnum):
+    RAW = "raw"
+    QCOW2 = "qcow2"
+    MEMORY = "memory"
+    DELTA = "delta"
+
+    @property
+    def is_disk(self) -> bool:
+        return self in (LayerKind.RAW, LayerKind.QCOW2)
+
+
+def new_layer_id(kind: LayerKind) -> LayerId:
+    return LayerId(f"{uuid.uuid4().hex}.{kind}")
+
+
+def layer_kind(layer: str) -> LayerKind:
+    """Return what kind of layer *layer* names; `NotFound` if it cannot be a layer of ours."""
+    match = _LAYER_NAME.fullmatch(layer)
+    if match is None:
+        raise NotFound(f"no layer {layer[:80]!r}")
+    return LayerKind(match.group(1))
+
+
+def new_blob_id() -> BlobId:
+    return BlobId(f"{uuid.uuid4().hex}.blob")
+
+
+def check_owner(owner: str) -> None:
+    """Raise `Invalid` if *owner* cannot be a file name that stays in its directory."""
+    if not _OWNER_NAME.fullmatch(owner):
+        raise Invalid(f"{owner[:140]!r} cannot be an owner")
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The paths below an absolute *root*."""
+
+    root: Path
+
+    @property
+    def layers(self) -> Path:
+        return self.root / "layers"
+
+    @property
+    def blobs(self) -> Path:
+        return self.root / "blobs"
+
+    @property
+    def owners(self) -> Path:
+        return self.root / "owners"
+
+    @property
+    def zero(self) -> Path:
+        return self.root / "zero"
+
+    @property
+    def temporary(self) -> Path:
+        return self.root / "temporary"
+
+    def layer(self, layer: LayerId) -> Path:
+        """`NotFound` for what cannot be a layer of ours, so that no name leads out of the directory."""
+        layer_kind(layer)
+        return self.layers / layer
+
+    def blob(self, blob: BlobId) -> Path:
+        """`NotFound` for what cannot be a blob of ours."""
+        if not _BLOB_NAME.fullmatch(blob):
+            raise NotFound(f"no blob {blob[:80]!r}")
+        return self.blobs / blob
+
+    def owner(self, owner: str) -> Path:
+        check_owner(owner)
+        return self.owners / f"{owner}.json"
+
+    def zero_image(self, size_bytes: int) -> Path:
+        return self.zero / f"{size_bytes}.memory"
+
+    def new_temporary(self) -> Path:
+        return self.temporary / uuid.uuid4().hex
+
+
+def open_root(root: Path) -> tuple[Layout, int]:
+    """Lock the data directory *root*, made if missing, and bring it to this layout; return it with the lock.
+
+    The lock is a descriptor to close. Raises `Conflict` if another process has the
+    directory, `Unsupported` if a newer release wrote it, `Invalid` if it holds something else.
+    """
+    root.mkdir(parents=True, exist_ok=True)
+    layout = Layout(root.resolve())
+    lock = _lock(layout.root)
+    try:
+        _check_version(layout)
+        for directory in (layout.layers, layout.blobs, layout.owners, layout.zero, layout.temporary):
+            directory.mkdir(mode=0o700, exist_ok=True)
+        empty_directory(layout.temporary)
+        sync_directory(layout.root)
+    except BaseException:
+        os.close(lock)
+        raise
+    return layout, lock
+
+
+def scan_names(directory: Path, pattern: re.Pattern[str]) -> list[str]:
+    """Return the names in *directory* that match *pattern*; others are not ours and are left alone."""
+    return [entry.name for entry in directory.iterdir() if pattern.fullmatch(entry.name)]
+
+
+def layer_names(layout: Layout) -> list[LayerId]:
+    return [LayerId(name) for name in scan_names(layout.layers, _LAYER_NAME)]
+
+
+def blob_names(layout: Layout) -> list[BlobId]:
+    return [BlobId(name) for name in scan_names(layout.blobs, _BLOB_NAME)]
+
+
+def _lock(root: Path) -> int:
+    fd = os.open(root / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(fd)
+        raise Conflict(
+            f"another process uses the data directory {root}", hint="stop it, or give this one a directory of its own"
+        ) from None
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _check_version(layout: Layout) -> None:
+    path = layout.root / "VERSION"
+    try:
+        text = path.read_text(encoding="ascii", errors="replace").strip()
+    except FileNotFoundError:
+        _claim(layout, path)
+        return
+    if not text.isascii() or not text.isdigit():
+        raise Bug(f"{path} is damaged")
+    if int(text) > LAYOUT_VERSION:
+        raise Unsupported(
+            f"{layout.root} was written by a newer release (layout {text}; this one knows {LAYOUT_VERSION})",
+            hint="use that release, or another data directory",
+        )
+
+
+def _claim(layout: Layout, version: Path) -> None:
+    strangers = [e.name for e in layout.root.iterdir() if e.name not in {"lock", "temporary"} | _NOT_OURS]
+    if strangers:
+        raise Invalid(
+            f"{layout.root} is not empty and not a data directory of ours", hint="give storage a directory of its own"
+        )
+    layout.temporary.mkdir(mode=0o700, exist_ok=True)
+    replace_text(version, f"{LAYOUT_VERSION}\n", layout.new_temporary())

@@ -1,0 +1,279 @@
+"""The plain back end: raw and qcow2 files for disks, flat files for memory, in one directory.
+
+Needs nothing but a file system with holes. Nothing here outlives this process but the
+files: VMMs open them directly.
+"""
+
+import logging
+import os
+import stat
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from agentenv.model.errors import Invalid, Unavailable
+from agentenv.model.ids import BlobId, LayerId
+from agentenv.model.machine import BlockTarget
+from agentenv.model.snapshot import Stack
+from agentenv.storage.catalogue import Catalogue, Layer, inspect_layers
+from agentenv.storage.compaction import Compaction
+from agentenv.storage.contract import Collected, SwitchDisk, Usage
+from agentenv.storage.disks import Disks
+from agentenv.storage.files import remove_files, take
+from agentenv.storage.layout import Layout, blob_names, new_blob_id, open_root
+from agentenv.storage.memories import Memories
+from agentenv.storage.owners import Owners
+from agentenv.storage.records import OwnerRecord, broken_records, load_records, remove_record, save_record
+from agentenv.storage.workers import Abort, Workers
+
+_WORKERS: Final = 4
+_BACKGROUND_WORKERS: Final = 1
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Open:
+    """Everything that exists between start and close."""
+
+    layout: Layout
+    lock: int
+    catalogue: Catalogue
+    owners: Owners
+    compaction: Compaction
+    disks: Disks
+    memories: Memories
+    workers: Workers
+    background: Workers
+    unowned: frozenset[LayerId]
+    """Uppers whose owners' records are damaged: kept until someone has looked at those."""
+
+
+class PlainStorage:
+    """`Storage` over the directory *root*, which it locks while it is started."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._opened: _Open | None = None
+
+    @property
+    def balloon_safe(self) -> bool:
+        """No: a balloon punches holes into the file that clones share."""
+        return False
+
+    async def start(self) -> None:
+        """`Conflict` if another process has the directory, `Unsupported` if a newer release wrote it."""
+        if self._opened is not None:
+            return
+        workers, background = Workers("storage", _WORKERS), Workers("storage-background", _BACKGROUND_WORKERS)
+        try:
+            layout, lock = await workers.run("open the data directory", lambda _: open_root(self._root))
+        except BaseException:
+            await workers.close()
+            raise
+        try:
+            loaded = await workers.run("read the data directory", lambda _: _load(layout))
+        except BaseException:
+            os.close(lock)
+            await workers.close()
+            raise
+        catalogue, owners, unowned = loaded
+        compaction = Compaction(layout, background, catalogue)
+        self._opened = _Open(
+            layout=layout,
+            lock=lock,
+            catalogue=catalogue,
+            owners=owners,
+            compaction=compaction,
+            disks=Disks(layout, catalogue, owners, compaction, workers, background),
+            memories=Memories(layout, catalogue, owners, workers, background),
+            workers=workers,
+            background=background,
+            unowned=unowned,
+        )
+
+    async def close(self) -> None:
+        """Let go of the directory. Idempotent; what runs in the background is given up, and undone."""
+        if (opened := self._opened) is None:
+            return
+        self._opened = None
+        await opened.background.close()
+        await opened.compaction.close()
+        await opened.workers.close()
+        os.close(opened.lock)
+
+    # Disks
+
+    async def create_disk(self, owner: str, stack: Stack) -> BlockTarget:
+        return await self._open.disks.create(owner, stack)
+
+    async def open_disk(self, owner: str) -> BlockTarget:
+        return await self._open.disks.open(owner)
+
+    async def seal_disk(self, owner: str, switch: SwitchDisk) -> Stack:
+        return await self._open.disks.seal(owner, switch)
+
+    async def recover_disk(self, owner: str, pid: int | None) -> None:
+        await self._open.disks.recover(owner, pid)
+
+    async def import_disk(self, source: Path, size_bytes: int) -> Stack:
+        return await self._open.disks.import_raw(source, size_bytes)
+
+    # Memory
+
+    async def attach_memory(self, owner: str, stack: Stack) -> Path:
+        return await self._open.memories.attach(owner, stack)
+
+    async def fill_memory(self, owner: str, pid: int) -> None:
+        await self._open.memories.fill(owner, pid)
+
+    async def capture_memory(self, owner: str, pid: int) -> Stack:
+        return await self._open.memories.capture(owner, pid)
+
+    async def flatten_memory(self, stack: Stack) -> Stack:
+        return await self._open.memories.flatten(stack)
+
+    # Both
+
+    async def detach(self, owner: str) -> None:
+        opened = self._open
+        async with opened.owners.hold(owner):
+            record = opened.owners.find(owner)
+            if record.memory is None:
+                return
+            new = OwnerRecord(owner, record.disk)
+            await opened.workers.run(
+                f"detach the memory of {owner}",
+                lambda _: save_record(opened.layout, new),
+                landed=lambda _: opened.owners.put(new),
+            )
+
+    async def remove(self, owner: str) -> None:
+        opened = self._open
+        async with opened.owners.hold(owner):
+            disk = opened.owners.find(owner).disk
+            uppers = [upper for upper in (disk.upper, disk.next) if upper is not None] if disk is not None else []
+            await opened.workers.run(
+                f"remove {owner}",
+                lambda _: _remove_owner(opened, owner, uppers),
+                landed=lambda removed: _forget_owner(opened, owner, removed),
+            )
+
+    def owners(self) -> frozenset[str]:
+        return self._open.owners.names()
+
+    # Immutable parts
+
+    async def put_blob(self, source: Path) -> BlobId:
+        opened = self._open
+        blob = new_blob_id()
+        await opened.workers.run(
+            f"keep {source.name}",
+            lambda abort: _put_blob(opened.layout, source, blob, abort),
+            landed=lambda _: opened.catalogue.add_blob(blob),
+        )
+        opened.catalogue.pin((), [blob])
+        return blob
+
+    def blob_path(self, blob: BlobId) -> Path:
+        """`NotFound` if there is none."""
+        opened = self._open
+        path = opened.layout.blob(blob)
+        opened.catalogue.require_blob(blob)
+        return path
+
+    def pin(self, layers: Collection[LayerId], blobs: Collection[BlobId]) -> None:
+        self._open.catalogue.pin(layers, blobs)
+
+    def unpin(self, layers: Collection[LayerId], blobs: Collection[BlobId]) -> None:
+        self._open.catalogue.unpin(layers, blobs)
+
+    async def collect(self, layers: Collection[LayerId], blobs: Collection[BlobId]) -> Collected:
+        opened = self._open
+        doomed_layers = _unneeded_layers(opened, layers)
+        doomed_blobs = opened.catalogue.blobs() - {*blobs, *opened.catalogue.pinned_blobs}
+        # From this step on nobody can ask for them, so nobody can be using one when it goes.
+        for layer in doomed_layers:
+            opened.catalogue.discard(layer.id)
+        for blob in doomed_blobs:
+            opened.catalogue.discard_blob(blob)
+        opened.compaction.forget(layer.id for layer in doomed_layers)
+        paths = [opened.layout.layer(layer.id) for layer in doomed_layers]
+        paths += [opened.layout.blob(blob) for blob in doomed_blobs]
+        removed = await opened.background.run("remove unneeded files", lambda _: remove_files(paths))
+        return Collected(len(doomed_layers), len(doomed_blobs), removed)
+
+    async def usage(self) -> Usage:
+        opened = self._open
+        return await opened.workers.run("look at the file system", lambda _: _usage(opened.layout.root))
+
+    async def settle(self) -> None:
+        """Return when no background work is left. For tests and for a quiet shutdown."""
+        await self._open.compaction.drain()
+
+    @property
+    def _open(self) -> _Open:
+        if self._opened is None:
+            raise Unavailable("storage is not started")
+        return self._opened
+
+
+def _unneeded_layers(opened: _Open, roots: Iterable[LayerId]) -> list[Layer]:
+    catalogue = opened.catalogue
+    attached = catalogue.reach([*opened.owners.uppers(), *opened.owners.memory_layers(), *opened.unowned])
+    if faults := catalogue.faults(attached):
+        # What lies below a damaged header is unknown, and someone may still rescue it.
+        _log.error("no layer is removed while %s, which an owner needs, is damaged", faults[0].id)
+        return []
+    marked = attached | catalogue.reach([*roots, *catalogue.pinned_layers])
+    opened.compaction.keep(marked)
+    return [layer for layer in catalogue.layers() if layer.sealed and layer.id not in marked]
+
+
+def _load(layout: Layout) -> tuple[Catalogue, Owners, frozenset[LayerId]]:
+    """Read what is there and remove the uppers that a crash left without an owner."""
+    loaded = load_records(layout)
+    owners = Owners(loaded.records)
+    layers = inspect_layers(layout)
+    owned = set(owners.uppers())
+    # A crash between seal and record leaves a sealed file that is still an upper.
+    strays = {layer.id for layer in layers if not layer.sealed and layer.id not in owned}
+    if strays and not loaded.broken:
+        remove_files(layout.layer(stray) for stray in strays)
+        _log.info("removed %d files that a crash left behind", len(strays))
+        layers = [layer for layer in layers if layer.id not in strays]
+        strays = set()
+    elif strays:
+        _log.warning("kept %d disks without an owner because of damaged records: %s", len(strays), loaded.broken)
+    known = {layer.id for layer in layers}
+    for missing in owned - known:
+        _log.error("the upper %s of an owner is gone", missing)
+    return Catalogue(layers, blob_names(layout)), owners, frozenset(strays)
+
+
+def _remove_owner(opened: _Open, owner: str, uppers: Collection[LayerId]) -> frozenset[LayerId]:
+    """Remove the record and *uppers* of *owner*, and with the last damaged record the disks that nobody knows."""
+    remove_record(opened.layout, owner)
+    removed = frozenset(uppers) if broken_records(opened.layout) else opened.unowned.union(uppers)
+    remove_files(opened.layout.layer(upper) for upper in removed)
+    return removed
+
+
+def _forget_owner(opened: _Open, owner: str, removed: Iterable[LayerId]) -> None:
+    opened.owners.put(OwnerRecord(owner))
+    for upper in removed:
+        opened.catalogue.discard(upper)
+
+
+def _put_blob(layout: Layout, source: Path, blob: BlobId, abort: Abort) -> None:
+    if not stat.S_ISREG(source.lstat().st_mode):
+        raise Invalid(f"{source.name} is not a file")
+    take(source, layout.blob(blob), layout.new_temporary(), abort)
+
+
+def _usage(root: Path) -> Usage:
+    status = os.statvfs(root)
+    used = (status.f_blocks - status.f_bfree) * status.f_frsize
+    free = status.f_bavail * status.f_frsize
+    return Usage(used, free, used + free)
