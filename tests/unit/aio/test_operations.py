@@ -84,7 +84,9 @@ async def test_the_same_operation_is_joined_by_a_thousand(reports: list[dict[str
     assert operations.statistics().waiters == 0
 
 
-async def test_a_failure_reaches_everyone_who_waits(reports: list[dict[str, Any]]) -> None:
+async def test_a_failure_reaches_everyone_who_waits_and_not_the_log(
+    reports: list[dict[str, Any]], caplog: pytest.LogCaptureFixture
+) -> None:
     operations = Operations()
     work = Work(NoSpace("full"))
     callers = [spawn("caller", operations.run("a", "pause", work)) for _ in range(20)]
@@ -95,6 +97,43 @@ async def test_a_failure_reaches_everyone_who_waits(reports: list[dict[str, Any]
 
     assert all(isinstance(outcome, NoSpace) for outcome in outcomes)
     assert work.calls == 1
+    assert caplog.records == []
+
+
+async def test_whoever_comes_as_it_ends_does_not_join_what_is_over() -> None:
+    operations = Operations()
+    ending = asyncio.Event()
+    calls = 0
+
+    async def step() -> int:
+        nonlocal calls
+        calls += 1
+        ending.set()
+        return calls
+
+    async def latecomer() -> int:
+        await ending.wait()
+        return await operations.run("a", "pause", step)
+
+    late = spawn("late", latecomer())
+    await asyncio.sleep(0)
+
+    assert await operations.run("a", "pause", step) == 1
+    assert await late == 2
+
+
+async def test_one_that_is_cancelled_before_its_first_step_frees_its_key() -> None:
+    operations = Operations()
+    work = Work()
+    caller = spawn("caller", operations.run("a", "pause", work))
+    await asyncio.sleep(0)
+    operations._current["a"].task.cancel()
+
+    with pytest.raises(Unavailable, match="was cancelled"):
+        await caller
+
+    assert operations.current("a") is None
+    assert work.calls == 0
 
 
 async def test_different_keys_do_not_wait_for_each_other() -> None:

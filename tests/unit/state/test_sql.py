@@ -21,7 +21,7 @@ from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from agentenv.aio.failpoints import REGISTRY, Raise
+from agentenv.aio.failpoints import REGISTRY, Raise, Stall
 from agentenv.aio.tasks import spawn
 from agentenv.model.errors import Bug, Conflict, Invalid, NoSpace, Unavailable, Unsupported
 from agentenv.model.ids import SnapshotId, new_sandbox_id, new_snapshot_id
@@ -425,6 +425,21 @@ async def test_a_cancelled_caller_leaves_a_whole_change_or_none_and_a_working_st
     assert {box.id for box in await store.sandboxes()} - {sandbox.id} == {other.id}
     with pytest.raises(Conflict):
         await store.update_sandbox(other, state=State.RUNNING, generation=1)
+
+
+async def test_what_was_given_up_before_it_began_does_not_happen(store: SqlStore) -> None:
+    stall = Stall()
+    with REGISTRY.armed("store.committing", stall):
+        first = spawn("insert", store.insert_sandbox(_sandbox()))
+        await stall.reached.wait()
+        second = spawn("insert", store.insert_sandbox(_sandbox()))
+        await asyncio.sleep(0)
+        second.cancel()
+        await asyncio.wait([second])
+        stall.released.set()
+        await first
+
+    assert len(await store.sandboxes()) == 1
 
 
 async def test_a_job_that_is_wrong_fails_for_its_asker_only(store: SqlStore) -> None:

@@ -4,7 +4,6 @@ from alembic import context
 
 from agentenv.state.schema import metadata
 
-# SQLite can undo DDL; Alembic assumes that it cannot, and would commit after each step.
-context.configure(connection=context.config.attributes["connection"], target_metadata=metadata, transactional_ddl=True)
+context.configure(connection=context.config.attributes["connection"], target_metadata=metadata)
 with context.begin_transaction():
     context.run_migrations()
