@@ -106,6 +106,13 @@ def _watched(send: Send, progress: _Progress, *, without_body: bool) -> Send:
             progress.finished = not message.get("more_body", False)
             if without_body:
                 message = {**message, "body": b""}
-        await send(message)
+        try:
+            await send(message)
+        except OSError as error:
+            raise ClientDisconnect from error
+        except RuntimeError as error:
+            if "closed" in str(error):  # how uvloop says that the client left a moment ago
+                raise ClientDisconnect from error
+            raise
 
     return watched

@@ -1,0 +1,41 @@
+"""An API over a fake node, and a client that holds its key."""
+
+from collections.abc import AsyncIterator
+
+import httpx
+import pytest
+from fastapi import FastAPI
+
+from agentenv.api.app import create_app
+from agentenv.api.settings import ApiSettings
+from agentenv.testing.clock import JumpingClock
+from agentenv.testing.node import FakeNode
+from tests.unit.api.client import KEY, connect
+
+
+@pytest.fixture
+def clock() -> JumpingClock:
+    return JumpingClock()
+
+
+@pytest.fixture
+async def node(clock: JumpingClock) -> AsyncIterator[FakeNode]:
+    node = FakeNode(clock=clock)
+    yield node
+    await node.close()
+
+
+@pytest.fixture
+def settings() -> ApiSettings:
+    return ApiSettings(api_key=KEY, domain="sandbox.test:8000")
+
+
+@pytest.fixture
+def app(node: FakeNode, settings: ApiSettings, clock: JumpingClock) -> FastAPI:
+    return create_app(node, settings, clock=clock)
+
+
+@pytest.fixture
+async def api(app: FastAPI) -> AsyncIterator[httpx.AsyncClient]:
+    async with connect(app) as client:
+        yield client
