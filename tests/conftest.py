@@ -10,12 +10,18 @@ from collections.abc import Generator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from agentenv.guest.image import GuestImage, load_guest
 from tests.capabilities import BASE_ROOTFS, GUEST_DIR, PROBES, find_envd, lack_of
 
 _LACKS = pytest.StashKey[list[str]]()
 _TALLY = pytest.StashKey[Counter[str]]()
+
+
+# How long an example takes says more about the machine than about the code.
+settings.register_profile("untimed", deadline=None)
+settings.load_profile("untimed")
 
 
 def pytest_configure(config: pytest.Config) -> None:
