@@ -8,6 +8,7 @@ import asyncio
 import logging
 import signal
 import sys
+import uuid
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -39,6 +40,7 @@ from agentenv.node.registry import Registry
 from agentenv.node.service import NodeService
 from agentenv.node.timings import Timings
 from agentenv.proxy.app import Proxy
+from agentenv.proxy.inbound.limits import ServerLimits
 from agentenv.proxy.inbound.serve import http_server, raise_descriptor_limit
 from agentenv.proxy.settings import ProxySettings
 from agentenv.state.engine import sqlite_url
@@ -63,7 +65,8 @@ def run(resolved: Resolved) -> None:
 
 async def _serve(settings: Settings) -> None:
     async with _node(settings) as (node, app):
-        server = http_server(app, settings.server.listen_host, settings.server.listen_port)
+        limits = ServerLimits(**settings.limits.model_dump(exclude={"max_body_bytes", "body_timeout_s"}))
+        server = http_server(app, settings.server.listen_host, settings.server.listen_port, limits)
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, setattr, server, "should_exit", True)
@@ -184,7 +187,7 @@ def _api(settings: Settings, api_key: str) -> ApiSettings:
         max_body_bytes=settings.limits.max_body_bytes,
         body_timeout_s=settings.limits.body_timeout_s,
         cluster_id=settings.node.cluster_id,
-        **({"service_instance_id": settings.node.service_instance_id} if settings.node.service_instance_id else {}),
+        service_instance_id=settings.node.service_instance_id or str(uuid.uuid4()),
     )
 
 

@@ -38,7 +38,6 @@ class Server(Section):
         description="Domains whose {port}-{sandbox id} names lead here, each with a port if it is not the usual one. "
         "The first is told to clients.",
     )
-    stop_grace_s: Seconds = Field(30.0, description="How long requests under way may take when the server stops, in s.")
 
 
 class Paths(Section):
@@ -207,7 +206,18 @@ class Limits(Section):
 
     max_body_bytes: int = Field(1 << 20, ge=1024, le=1 << 30, description="Longest body of an API request, in bytes.")
     body_timeout_s: Seconds = Field(30.0, description="For the body of an API request to arrive, in s.")
-    max_connections: int = Field(10_000, ge=16, le=1_000_000, description="Most connections from clients.")
+    max_connections: int = Field(
+        16_384, ge=16, le=1_000_000, description="Most connections from clients; one more is answered with 503."
+    )
+    max_head_bytes: int = Field(
+        65_536, ge=4096, le=1 << 20, description="Longest head (first line and headers) of a request, in bytes."
+    )
+    max_headers: int = Field(200, ge=16, le=10_000, description="Most headers of a request.")
+    head_timeout_s: Seconds = Field(30.0, description="For the head of a request to arrive, in s.")
+    keep_alive_s: Seconds = Field(75.0, description="How long a connection may be idle between requests, in s.")
+    stop_timeout_s: Seconds = Field(
+        10.0, description="How long requests under way may take when the server stops, in s."
+    )
 
 
 class Node(Section):

@@ -17,6 +17,7 @@ from agentenv.config.resolve import resolve
 from agentenv.config.schema import Settings
 from agentenv.model.errors import Invalid
 from agentenv.network.settings import NetworkSettings
+from agentenv.proxy.inbound.limits import ServerLimits
 from agentenv.proxy.settings import ProxySettings
 from tools.config_reference import PAGE, render
 
@@ -54,7 +55,7 @@ def test_flags_win_over_environment_over_file_over_defaults(tmp_path: Path) -> N
     assert resolved.origin("server.listen_port") == "flag"
     assert resolved.origin("server.listen_host") == "environment AENV_SERVER_LISTEN_HOST"
     assert resolved.origin("server.domains") == f"file {path}"
-    assert resolved.origin("server.stop_grace_s") == "default"
+    assert resolved.origin("limits.keep_alive_s") == "default"
 
 
 def test_the_origin_of_what_is_no_setting_is_refused() -> None:
@@ -163,7 +164,7 @@ def test_an_unknown_flag_is_refused() -> None:
     "line",
     ["listen_port = '80'", "listen_port = true", "listen_port = 80.5", "listen_port = 65536", "listen_port = -1",
      "listen_port = 1979-05-27", "listen_port = nan", "listen_host = 1", "listen_host = ''", "domains = 'a.example'",
-     "domains = [1]", "domains = ['UPPER.example']", "domains = ['a b']", "stop_grace_s = 0", "stop_grace_s = inf"],
+     "domains = [1]", "domains = ['UPPER.example']", "domains = ['a b']", "domains = ['-x']"],
 )  # fmt: skip
 def test_a_value_of_the_wrong_kind_in_the_file_is_refused_by_name(tmp_path: Path, line: str) -> None:
     with pytest.raises(Invalid, match=rf"server\.{line.split(maxsplit=1)[0]} from file .*config\.toml"):
@@ -174,7 +175,8 @@ def test_a_value_of_the_wrong_kind_in_the_file_is_refused_by_name(tmp_path: Path
     ("name", "text"),
     [("AENV_SERVER_LISTEN_PORT", "http"), ("AENV_SERVER_LISTEN_PORT", "1e3"), ("AENV_VMM_ACCELERATOR", "pvm"),
      ("AENV_NETWORK_VETH_CIDR", "10.0.0.1/8"), ("AENV_NETWORK_VETH_CIDR", "fd00::/8"), ("AENV_LOG_LEVEL", "loud"),
-     ("AENV_SANDBOX_FORK_MAX", "0"), ("AENV_NODE_ID", "../x"), ("AENV_GUEST_INIT_TIMEOUT_S", "nan")],
+     ("AENV_SANDBOX_FORK_MAX", "0"), ("AENV_NODE_ID", "../x"), ("AENV_GUEST_INIT_TIMEOUT_S", "nan"),
+     ("AENV_LIMITS_KEEP_ALIVE_S", "0"), ("AENV_LIMITS_KEEP_ALIVE_S", "inf")],
 )  # fmt: skip
 def test_a_bad_value_in_the_environment_is_refused_by_name(name: str, text: str) -> None:
     with pytest.raises(Invalid, match=f"from environment {name}") as refused:
@@ -289,6 +291,8 @@ def test_defaults_here_are_those_of_the_parts_they_are_for() -> None:
     limits = settings.limits
     api = ApiSettings(KEY, max_body_bytes=limits.max_body_bytes, body_timeout_s=limits.body_timeout_s)
     assert api == ApiSettings(KEY)
+    inbound = limits.model_dump(exclude={"max_body_bytes", "body_timeout_s"})
+    assert ServerLimits(**inbound) == ServerLimits()
 
 
 def test_the_reference_page_is_current() -> None:
