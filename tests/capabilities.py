@@ -77,6 +77,13 @@ def _nftables() -> str | None:
     return None if done.returncode == 0 else f"nftables does not work: {done.stderr.strip()}"
 
 
+def _mount() -> str | None:
+    done = subprocess.run(
+        ["unshare", "--mount", "mount", "-t", "tmpfs", "tmpfs", "/mnt"], capture_output=True, text=True, check=False
+    )
+    return None if done.returncode == 0 else f"cannot mount: {done.stderr.strip()}"
+
+
 def _guest() -> str | None:
     return None if (GUEST_DIR / "current").is_file() else f"no guest image in {GUEST_DIR} (make guest)"
 
@@ -95,6 +102,7 @@ PROBES: Final[Mapping[str, Callable[[], str | None]]] = {
     "mke2fs": _program("mke2fs"),
     "debugfs": _program("debugfs"),
     "cpio": _program("cpio"),
+    "mount": _mount,
     "netns": _network_namespaces,
     "nft": _nftables,
     "tun": _device("/dev/net/tun"),
