@@ -6,6 +6,7 @@ takes them over. Started twice on one home, the second says so and ends.
 
 import asyncio
 import logging
+import platform
 import signal
 import sys
 import uuid
@@ -114,7 +115,7 @@ async def _node(settings: Settings) -> AsyncIterator[tuple[NodeService, Proxy]]:
 
         registry = Registry(store)
         catalogue = Catalogue(store, storage)
-        known = await store.sandboxes()
+        known = [*await store.sandboxes(), *await store.quarantined()]
         credentials = await asyncio.to_thread(load_credentials, settings, in_use=bool(known))
         api_key = await asyncio.to_thread(load_api_key, settings)
         host = Host(
@@ -163,6 +164,7 @@ def _limits(settings: Settings, kernel: Path, initramfs: Path) -> NodeSettings:
         work_dir=settings.paths.home / "work",
         kernel=kernel,
         initramfs=initramfs,
+        node_id=settings.node.id or platform.node(),
         ca_bundle=ca_bundle,
         max_sandboxes=settings.sandbox.max_sandboxes,
         max_timeout_s=settings.sandbox.max_timeout_s,

@@ -44,6 +44,7 @@ class NodeSettings:
     work_dir: Path  # for builds: large files, on the file system of the storage
     kernel: Path
     initramfs: Path
+    node_id: str = "node"
     ca_bundle: str | None = None  # PEM that guests trust beside their own
     max_sandboxes: int = 1000
     max_timeout_s: int = 30 * 24 * 3600
@@ -84,6 +85,8 @@ class Host:
     timings: Timings
     collector: Collector
     live: dict[SandboxId, Live] = field(default_factory=dict)
+    # Records that this release cannot read: what they may refer to is left alone until someone has looked.
+    quarantined: frozenset[str] = frozenset()
     # Set by `node.service`: called when a VM ends that nobody stopped.
     on_vm_lost: Callable[[SandboxId, Live], Awaitable[None]] | None = None
 

@@ -81,7 +81,7 @@ def info(host: "Host", counts: Counts, gauge: Gauge) -> NodeInfo:
     active = [s for s in sandboxes if s.state not in (State.PAUSED, State.RESUMING, State.ERROR)]
     cpu = _cpu()
     return NodeInfo(
-        id=platform.node(),
+        id=host.settings.node_id,
         version=agentenv.__version__,
         status="ready",
         driver=host.fingerprint.driver,

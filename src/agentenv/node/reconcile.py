@@ -50,7 +50,7 @@ async def reconcile(host: Host) -> Repaired:
     for sandbox in [s for s in host.registry.all() if s.state in (State.CREATING, State.KILLING)]:
         await remove_all(host, sandbox)
         done.removed += 1
-    known = {sandbox.id for sandbox in host.registry.all()}
+    known = {sandbox.id for sandbox in host.registry.all()} | host.quarantined
     for owner in host.storage.owners() - known:
         await host.storage.detach(owner)
         await host.storage.remove(owner)
@@ -59,7 +59,8 @@ async def reconcile(host: Host) -> Repaired:
         if sandbox.id not in host.live:
             await host.storage.detach(sandbox.id)
     done.stray_dirs = await asyncio.to_thread(_remove_stray_dirs, host)
-    await host.collector.collect()
+    if not host.quarantined:
+        await host.collector.collect()
     log.info("reconciled", **{name: getattr(done, name) for name in Repaired.__slots__})
     return done
 

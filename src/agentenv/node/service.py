@@ -9,6 +9,8 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
+import structlog
+
 from agentenv.guest.contract import GuestMetrics
 from agentenv.model.errors import AgentEnvError, Conflict, Exhausted, Invalid, NotFound
 from agentenv.model.ids import SandboxId, new_sandbox_id, parse_sandbox_id
@@ -24,6 +26,7 @@ from agentenv.node.reconcile import Repaired, reconcile
 from agentenv.node.still import live_of
 
 T = TypeVar("T")
+log = structlog.get_logger(__name__)
 METRICS_TIMEOUT_S = 5.0
 
 
@@ -42,9 +45,15 @@ class NodeService:
         for sandbox in await self._host.store.sandboxes():
             self._host.registry.load(sandbox)
         await self._host.catalogue.load()
+        self._host.quarantined = frozenset(one.id for one in await self._host.store.quarantined())
         repaired = await reconcile(self._host)
         self._host.tasks.start("expiry", self._expiry.run())
-        self._host.tasks.start("collector", self._host.collector.run())
+        if self._host.quarantined:
+            log.error(
+                "records cannot be read; nothing is collected until they are repaired", ids=self._host.quarantined
+            )
+        else:
+            self._host.tasks.start("collector", self._host.collector.run())
         self._host.tasks.start("machine gauge", self._gauge.run(self._host.clock))
         return repaired
 

@@ -3,11 +3,6 @@
 The caller names everything by *owner* (a sandbox id) and never learns how bytes
 are kept. Attachments are durable: they outlive this process, and `owners` lists
 them, so that a restarted server can pick up or remove what an earlier one left.
-
-Every call that makes an immutable part (`seal_disk`, `import_disk`, `capture_memory`,
-`flatten_memory`, `put_blob`) returns it pinned once, so that no collection can fall
-between making it and recording it; the caller unpins it when its record is written.
-A stack is pinned whole. Only what the call returned is pinned, and only if it returns.
 """
 
 from collections.abc import Awaitable, Callable, Collection
