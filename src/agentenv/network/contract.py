@@ -30,6 +30,7 @@ class Slot:
     address: IPv4Address  # the host reaches every port of the guest here
     netns: Path  # bind mount of the namespace
     tap: str = TAP_NAME
+    owner: str = ""  # who it was given to; nobody else can release it
 
 
 class Slots(Protocol):
@@ -38,7 +39,9 @@ class Slots(Protocol):
     async def acquire(self, owner: str, policy: EgressPolicy) -> Slot:
         """Take a slot for *owner* (a sandbox id); *policy* is in force before this returns.
 
-        Raises `Exhausted` when the range has no free index. Cancelled, nothing is taken.
+        Raises `Exhausted` when there is no free slot, `Conflict` when *owner* has one
+        already, `Invalid` for a policy of too many ranges, `DeadlineExceeded` when no
+        slot could be made in time. Cancelled, nothing is taken.
         """
         ...
 
@@ -46,24 +49,36 @@ class Slots(Protocol):
         """Take back the slot *index* that *owner* held before this process started.
 
         Its namespace is left as it is (a VMM is running in it); rules are applied
-        anew. Raises `NotFound` when its namespace is gone.
+        anew. Raises `NotFound` when its namespace is gone, `Conflict` when the slot or
+        the owner is taken.
         """
         ...
 
     async def apply(self, slot: Slot, policy: EgressPolicy) -> None:
-        """Replace the policy of a slot in one atomic step; established flows go on."""
+        """Replace the policy of a slot in one atomic step; established flows go on.
+
+        Raises `NotFound` when the slot is not held; on any error the old policy stays.
+        """
         ...
 
     async def release(self, slot: Slot) -> None:
         """Give a slot back. The caller has made sure that its VMM is dead. Idempotent.
 
-        The slot's address is not given out again before connection tracking has
-        forgotten it. Never raises for a slot that is already gone.
+        It is removed from the host soon after this returns (`settled` waits for that).
+        Its address is not given out again before connection tracking has forgotten it.
+        Never raises for a slot that is already gone or that another owner has by now.
         """
         ...
 
     async def reconcile(self, keep: Collection[int]) -> int:
-        """Remove every slot of this node that is not in *keep*; return how many were removed."""
+        """Remove what earlier processes left, but for the slots in *keep*; return how many were removed.
+
+        Slots in this process's own hands (held, or made ahead) stay, in *keep* or not.
+        """
+        ...
+
+    async def settled(self) -> None:
+        """Return when every slot that was given back is gone from the host."""
         ...
 
     def held(self) -> dict[str, int]:
