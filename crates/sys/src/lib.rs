@@ -1,1 +1,15 @@
+//! The system calls that need `unsafe`, behind functions that do not.
+//!
+//! This is the only crate that may say `unsafe`. It decides nothing: each function is
+//! one thing the kernel does, and every block says why it is sound.
 
+pub mod credentials;
+pub mod early;
+pub mod inherit;
+pub mod link;
+pub mod memory;
+pub mod namespace;
+pub mod random;
+pub mod ready;
+pub mod signals;
+pub mod spawn;

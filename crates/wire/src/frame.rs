@@ -86,7 +86,7 @@ impl Decoder {
     /// # Errors
     /// `resource_exhausted` for a frame over [`MAX_MESSAGE_BYTES`], `unimplemented`
     /// for a compressed one; the stream cannot be read on after either.
-    pub fn next(&mut self) -> Result<Option<Frame>, RpcError> {
+    pub fn take_frame(&mut self) -> Result<Option<Frame>, RpcError> {
         if self.buffer.len() < HEADER_BYTES {
             return Ok(None);
         }
@@ -131,11 +131,11 @@ mod tests {
     fn a_compressed_or_oversized_frame_is_refused() {
         let mut decoder = Decoder::default();
         decoder.feed(&[1, 0, 0, 0, 0]);
-        assert_eq!(decoder.next().unwrap_err().code, Code::Unimplemented);
+        assert_eq!(decoder.take_frame().unwrap_err().code, Code::Unimplemented);
 
         let mut decoder = Decoder::default();
         decoder.feed(&[0, 0xff, 0, 0, 0]);
-        assert_eq!(decoder.next().unwrap_err().code, Code::ResourceExhausted);
+        assert_eq!(decoder.take_frame().unwrap_err().code, Code::ResourceExhausted);
     }
 
     proptest! {
@@ -150,7 +150,7 @@ mod tests {
             while at < stream.len() {
                 let next = (at + cuts[turn % cuts.len()]).min(stream.len());
                 decoder.feed(&stream[at..next]);
-                while let Some(frame) = decoder.next().unwrap() { seen.push(frame); }
+                while let Some(frame) = decoder.take_frame().unwrap() { seen.push(frame); }
                 (at, turn) = (next, turn + 1);
             }
             let mut expected: Vec<Frame> = payloads.into_iter().map(|p| Frame::Message(Bytes::from(p))).collect();
@@ -163,7 +163,7 @@ mod tests {
         fn no_bytes_make_the_decoder_panic(bytes in prop::collection::vec(any::<u8>(), 0..200)) {
             let mut decoder = Decoder::default();
             decoder.feed(&bytes);
-            while let Ok(Some(_)) = decoder.next() {}
+            while let Ok(Some(_)) = decoder.take_frame() {}
         }
     }
 }

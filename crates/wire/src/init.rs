@@ -57,15 +57,15 @@ pub struct Settings {
     pub default_workdir: Option<String>,
     pub sandbox_id: Option<String>,
     pub template_id: Option<String>,
-    /// Whether tools are pointed at the system's CA bundle.
-    pub ca_installed: bool,
+    /// What was installed in the system's CA bundle; tools are then pointed at it.
+    pub ca_installed: Option<String>,
 }
 
 impl Settings {
     /// The variables every process gets, in the order in which later ones win.
     pub fn environment(&self) -> BTreeMap<String, String> {
         let mut all = BTreeMap::new();
-        if self.ca_installed {
+        if self.ca_installed.is_some() {
             for name in CA_VARIABLES {
                 all.insert(name.to_owned(), CA_BUNDLE_PATH.to_owned());
             }

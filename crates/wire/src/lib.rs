@@ -11,6 +11,7 @@ pub mod json;
 pub mod multipart;
 pub mod path;
 pub mod process;
+pub mod query;
 pub mod range;
 pub mod secret;
 pub mod signature;

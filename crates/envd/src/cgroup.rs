@@ -1,0 +1,241 @@
+//! Control groups: where processes live, how they are frozen, and what the OOM killer did.
+//!
+//! ```text
+//! root ── daemon              the supervisor and the daemon (made at boot)
+//!      └─ workload            everything else: limits and the freezer
+//!          └─ exec ── N       one leaf for each process the daemon starts
+//! ```
+//!
+//! Leaves have no controllers, so making one is cheap; empty ones are used again. They
+//! are what makes "this process and all it ever started" a thing that can be killed.
+
+use std::cell::{Cell, RefCell};
+use std::fs::File;
+use std::io::{self, Write};
+use std::os::fd::{AsFd, OwnedFd};
+use std::time::Duration;
+
+use rustix::fs::{AtFlags, Dir, Mode, OFlags, mkdirat, openat, unlinkat};
+use sys::ready::{Interest, watch};
+use tokio::sync::Notify;
+
+/// How long the kernel may take to stop every task of the workload.
+const FREEZE_LIMIT: Duration = Duration::from_secs(1);
+/// Empty leaves kept for the next processes.
+const SPARE_LEAVES: usize = 8;
+
+/// The control groups of one sandbox.
+pub(crate) struct Groups {
+    root: OwnedFd,
+    frozen: Cell<bool>,
+    thawed: Notify,
+    spare: RefCell<Vec<Leaf>>,
+    /// Leaves whose process is gone but which still hold others that it started.
+    lingering: RefCell<Vec<Leaf>>,
+    next_leaf: Cell<u64>,
+}
+
+/// The group of one process.
+pub(crate) struct Leaf {
+    name: String,
+    directory: OwnedFd,
+}
+
+impl Groups {
+    /// Uses the control group *root*, making what is missing below it.
+    ///
+    /// # Errors
+    /// When the file system is not cgroup2 or may not be changed.
+    pub(crate) fn open(root: OwnedFd) -> io::Result<Self> {
+        for name in ["workload", "workload/exec"] {
+            make_directory(&root, name)?;
+        }
+        let groups = Self {
+            root,
+            frozen: Cell::new(false),
+            thawed: Notify::new(),
+            spare: RefCell::default(),
+            lingering: RefCell::default(),
+            // Leaves of a daemon before this one may still be in use.
+            next_leaf: Cell::new(u64::from(std::process::id()) << 32),
+        };
+        for name in groups.leaves() {
+            if let Ok(directory) = open_group(&groups.root, &name) {
+                groups.lingering.borrow_mut().push(Leaf { name, directory });
+            }
+        }
+        groups.frozen.set(groups.read("workload/cgroup.freeze")?.trim() == "1");
+        Ok(groups)
+    }
+
+    pub(crate) fn is_frozen(&self) -> bool {
+        self.frozen.get()
+    }
+
+    /// Returns once the workload is not frozen.
+    pub(crate) async fn wait_thawed(&self) {
+        while self.frozen.get() {
+            self.thawed.notified().await;
+        }
+    }
+
+    /// Stops every task of the workload and returns when the kernel says they have stopped.
+    ///
+    /// # Errors
+    /// When it takes longer than a second; the workload then runs on.
+    pub(crate) async fn freeze(&self) -> io::Result<()> {
+        self.frozen.set(true);
+        let frozen = tokio::time::timeout(FREEZE_LIMIT, self.set_frozen(true)).await;
+        match frozen {
+            Ok(Ok(())) => Ok(()),
+            failed => {
+                let _ = self.write("workload/cgroup.freeze", "0");
+                self.mark_thawed();
+                failed.unwrap_or_else(|_| {
+                    Err(io::Error::new(io::ErrorKind::TimedOut, "the workload did not freeze within a second"))
+                })
+            }
+        }
+    }
+
+    /// Lets the workload run. The kernel needs no time for this, so nothing is waited for.
+    ///
+    /// # Errors
+    /// When the kernel refuses.
+    pub(crate) fn thaw(&self) -> io::Result<()> {
+        self.write("workload/cgroup.freeze", "0")?;
+        self.mark_thawed();
+        Ok(())
+    }
+
+    fn mark_thawed(&self) {
+        self.frozen.set(false);
+        self.thawed.notify_waiters();
+    }
+
+    async fn set_frozen(&self, frozen: bool) -> io::Result<()> {
+        let file = openat(&self.root, "workload/cgroup.events", OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty())?;
+        let events = watch(file, Interest::PRIORITY)?;
+        self.write("workload/cgroup.freeze", if frozen { "1" } else { "0" })?;
+        let wanted = if frozen { "frozen 1" } else { "frozen 0" };
+        loop {
+            let mut text = [0; 128];
+            let length = rustix::io::pread(events.get_ref(), &mut text, 0)?;
+            if String::from_utf8_lossy(&text[..length]).lines().any(|line| line == wanted) {
+                return Ok(());
+            }
+            events.ready(Interest::PRIORITY).await?.clear_ready();
+        }
+    }
+
+    /// How many tasks the OOM killer has ended in the workload so far.
+    pub(crate) fn oom_kills(&self) -> u64 {
+        let events = self.read("workload/memory.events").unwrap_or_default();
+        let count = events.lines().find_map(|line| line.strip_prefix("oom_kill "));
+        count.and_then(|n| n.trim().parse().ok()).unwrap_or(0)
+    }
+
+    /// A group for a new process.
+    ///
+    /// # Errors
+    /// When the kernel makes no more groups.
+    pub(crate) fn acquire(&self) -> io::Result<Leaf> {
+        if let Some(leaf) = self.spare.borrow_mut().pop() {
+            return Ok(leaf);
+        }
+        let number = self.next_leaf.get();
+        self.next_leaf.set(number + 1);
+        let name = format!("workload/exec/{number}");
+        make_directory(&self.root, &name)?;
+        let directory = open_group(&self.root, &name)?;
+        Ok(Leaf { name, directory })
+    }
+
+    /// Gives a group back after its process has ended; what still runs in it is left alone.
+    pub(crate) fn release(&self, leaf: Leaf) {
+        let mut lingering = self.lingering.borrow_mut();
+        lingering.push(leaf);
+        let mut spare = self.spare.borrow_mut();
+        for leaf in std::mem::take(&mut *lingering) {
+            if leaf.is_populated() {
+                lingering.push(leaf);
+            } else if spare.len() < SPARE_LEAVES {
+                spare.push(leaf);
+            } else if unlinkat(&self.root, &*leaf.name, AtFlags::REMOVEDIR).is_err() {
+                lingering.push(leaf);
+            }
+        }
+    }
+
+    /// Kills what is left in the workload and removes its groups, as far as they are empty by then.
+    pub(crate) fn remove(&self) {
+        let _ = self.write("workload/cgroup.kill", "1");
+        for leaf in self.leaves() {
+            let _ = unlinkat(&self.root, &*leaf, AtFlags::REMOVEDIR);
+        }
+        for name in ["workload/exec", "workload"] {
+            let _ = unlinkat(&self.root, name, AtFlags::REMOVEDIR);
+        }
+    }
+
+    /// The names of all leaves there are, whoever made them.
+    fn leaves(&self) -> Vec<String> {
+        let open =
+            openat(&self.root, "workload/exec", OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC, Mode::empty());
+        let Ok(entries) = open.and_then(Dir::new) else { return Vec::new() };
+        let names = entries.filter_map(|entry| Some(entry.ok()?.file_name().to_str().ok()?.to_owned()));
+        names
+            .filter(|name| name.bytes().all(|b| b.is_ascii_digit()))
+            .map(|name| format!("workload/exec/{name}"))
+            .collect()
+    }
+
+    fn read(&self, name: &str) -> io::Result<String> {
+        let file = openat(&self.root, name, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty())?;
+        io::read_to_string(File::from(file))
+    }
+
+    fn write(&self, name: &str, text: &str) -> io::Result<()> {
+        let file = openat(&self.root, name, OFlags::WRONLY | OFlags::CLOEXEC, Mode::empty())?;
+        File::from(file).write_all(text.as_bytes())
+    }
+}
+
+impl Leaf {
+    pub(crate) fn directory(&self) -> impl AsFd + '_ {
+        self.directory.as_fd()
+    }
+
+    /// The processes in this group.
+    pub(crate) fn members(&self) -> Vec<i32> {
+        let file = openat(&self.directory, "cgroup.procs", OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty());
+        let text = file.map_err(io::Error::from).and_then(|file| io::read_to_string(File::from(file)));
+        text.unwrap_or_default().lines().filter_map(|line| line.parse().ok()).collect()
+    }
+
+    /// Kills everything in this group at once.
+    ///
+    /// # Errors
+    /// On kernels before 5.14, which cannot.
+    pub(crate) fn kill(&self) -> io::Result<()> {
+        let file = openat(&self.directory, "cgroup.kill", OFlags::WRONLY | OFlags::CLOEXEC, Mode::empty())?;
+        File::from(file).write_all(b"1")
+    }
+
+    fn is_populated(&self) -> bool {
+        let file = openat(&self.directory, "cgroup.events", OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty());
+        let text = file.map_err(io::Error::from).and_then(|file| io::read_to_string(File::from(file)));
+        text.is_ok_and(|text| text.lines().any(|line| line == "populated 1"))
+    }
+}
+
+fn open_group(root: &OwnedFd, name: &str) -> io::Result<OwnedFd> {
+    Ok(openat(root, name, OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC, Mode::empty())?)
+}
+
+fn make_directory(root: &OwnedFd, name: &str) -> io::Result<()> {
+    match mkdirat(root, name, Mode::from_raw_mode(0o755)) {
+        Err(error) if error != rustix::io::Errno::EXIST => Err(error.into()),
+        _ => Ok(()),
+    }
+}

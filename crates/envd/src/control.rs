@@ -1,0 +1,139 @@
+//! Calls of the node: identity, freezing, power. Guests cannot make them.
+
+use std::rc::Rc;
+
+use http_body_util::{BodyExt, LengthLimitError, Limited};
+use hyper::body::Incoming;
+use hyper::header::HeaderMap;
+use hyper::{Request, StatusCode};
+use rustix::process::{Signal, getppid, kill_process};
+use wire::frame::MAX_MESSAGE_BYTES;
+use wire::init::InitRequest;
+use wire::{json, secret};
+
+use crate::answer::{self, Answer};
+use crate::app::App;
+use crate::http::drain;
+use crate::{identity, say};
+
+const SECRET_HEADER: &str = "x-agentenv-control";
+
+/// Before the first `/init` nothing else has run in the sandbox, so that one call is trusted.
+fn authorise(app: &App, headers: &HeaderMap, may_be_first: bool) -> Result<(), Answer> {
+    let settings = app.settings();
+    if may_be_first && !settings.initialised {
+        return Ok(());
+    }
+    let given = headers.get(SECRET_HEADER).map_or(&b""[..], |v| v.as_bytes());
+    match &settings.control_secret {
+        Some(expected) if secret::matches(given, expected.as_bytes()) => Ok(()),
+        _ => Err(answer::error(StatusCode::UNAUTHORIZED, "this call needs the control secret")),
+    }
+}
+
+pub(crate) async fn init(app: Rc<App>, request: Request<Incoming>) -> Answer {
+    let (parts, body) = request.into_parts();
+    if let Err(refused) = authorise(&app, &parts.headers, true) {
+        drain(body);
+        return refused;
+    }
+    let bytes = match Limited::new(body, MAX_MESSAGE_BYTES).collect().await {
+        Ok(body) => body.to_bytes(),
+        Err(error) if error.is::<LengthLimitError>() => {
+            return answer::error(StatusCode::PAYLOAD_TOO_LARGE, "the request is over the limit of 4 MiB");
+        }
+        Err(error) => return answer::error(StatusCode::BAD_REQUEST, &format!("the request broke off: {error}")),
+    };
+    // Another first call may have come in between.
+    if let Err(refused) = authorise(&app, &parts.headers, true) {
+        return refused;
+    }
+    let message: InitRequest = match json::parse(if bytes.is_empty() { b"{}" } else { &bytes }) {
+        Ok(message) => message,
+        Err(failure) => return answer::error(StatusCode::BAD_REQUEST, &failure.message),
+    };
+    match identity::apply(&app, message) {
+        Ok(()) => answer::empty(StatusCode::NO_CONTENT),
+        Err(identity::Failure::Invalid(text)) => answer::error(StatusCode::BAD_REQUEST, &text),
+        Err(identity::Failure::Step { step, error }) => {
+            say!("init failed at step {step}: {error}");
+            answer::error(StatusCode::INTERNAL_SERVER_ERROR, &format!("init failed at step {step}: {error}"))
+        }
+    }
+}
+
+pub(crate) async fn freeze(app: Rc<App>, request: Request<Incoming>) -> Answer {
+    if let Err(refused) = authorise(&app, request.headers(), false) {
+        return refused;
+    }
+    let Some(groups) = &app.groups else { return no_groups() };
+    match groups.freeze().await {
+        Ok(()) => answer::empty(StatusCode::NO_CONTENT),
+        Err(error) => answer::error(StatusCode::SERVICE_UNAVAILABLE, &error.to_string()),
+    }
+}
+
+pub(crate) fn thaw(app: &App, request: &Request<Incoming>) -> Answer {
+    if let Err(refused) = authorise(app, request.headers(), false) {
+        return refused;
+    }
+    let Some(groups) = &app.groups else { return no_groups() };
+    match groups.thaw() {
+        Ok(()) => answer::empty(StatusCode::NO_CONTENT),
+        Err(error) => answer::error(StatusCode::INTERNAL_SERVER_ERROR, &error.to_string()),
+    }
+}
+
+fn no_groups() -> Answer {
+    answer::error(StatusCode::NOT_IMPLEMENTED, "control groups are not available here")
+}
+
+pub(crate) async fn sync(app: Rc<App>, request: Request<Incoming>) -> Answer {
+    if let Err(refused) = authorise(&app, request.headers(), false) {
+        return refused;
+    }
+    match tokio::task::spawn_blocking(rustix::fs::sync).await {
+        Ok(()) => answer::empty(StatusCode::NO_CONTENT),
+        Err(error) => answer::error(StatusCode::INTERNAL_SERVER_ERROR, &error.to_string()),
+    }
+}
+
+/// The supervisor syncs and switches off; it gets the signal once this answer is on its way.
+pub(crate) async fn shutdown(app: Rc<App>, request: Request<Incoming>) -> Answer {
+    if let Err(refused) = authorise(&app, request.headers(), false) {
+        return refused;
+    }
+    if !app.powers.power {
+        return answer::error(StatusCode::NOT_IMPLEMENTED, "this daemon does not control a machine");
+    }
+    let Some(supervisor) = getppid() else {
+        return answer::error(StatusCode::INTERNAL_SERVER_ERROR, "there is no supervisor");
+    };
+    if let Err(error) = tokio::task::spawn_blocking(rustix::fs::sync).await {
+        return answer::error(StatusCode::INTERNAL_SERVER_ERROR, &error.to_string());
+    }
+    tokio::task::spawn_local(async move {
+        // Yields, so that the answer is written before the machine is gone.
+        tokio::time::sleep(std::time::Duration::from_millis(20)).await;
+        let _ = kill_process(supervisor, Signal::TERM);
+    });
+    answer::empty(StatusCode::NO_CONTENT)
+}
+
+pub(crate) fn agent(app: &App, request: &Request<Incoming>) -> Answer {
+    if let Err(refused) = authorise(app, request.headers(), false) {
+        return refused;
+    }
+    let body = serde_json::json!({
+        "version": env!("CARGO_PKG_VERSION"),
+        "pid": std::process::id(),
+        "uptimeMs": u64::try_from(app.started.elapsed().as_millis()).unwrap_or(u64::MAX),
+        "frozen": app.groups.as_ref().is_some_and(|groups| groups.is_frozen()),
+        "processes": app.processes.count(),
+    });
+    answer::json(StatusCode::OK, body.to_string())
+}
+
+pub(crate) fn envs(app: &App) -> Answer {
+    answer::json(StatusCode::OK, json::write(&app.settings().environment()))
+}

@@ -1,0 +1,48 @@
+//! Waiting for signals instead of being interrupted by them.
+
+use std::io;
+use std::time::Duration;
+
+/// A set of signals that are held back until they are waited for.
+pub struct Blocked(libc::sigset_t);
+
+impl Blocked {
+    /// Holds back *signals* for the calling thread, and for threads and processes it starts later.
+    ///
+    /// # Errors
+    /// Those of `sigprocmask`.
+    pub fn new(signals: &[i32]) -> io::Result<Self> {
+        let mut set = std::mem::MaybeUninit::<libc::sigset_t>::uninit();
+        // SAFETY: sigemptyset initialises the set, sigaddset changes an initialised one; after
+        // that it may be read, also by sigprocmask, which is given no place to write to.
+        unsafe {
+            libc::sigemptyset(set.as_mut_ptr());
+            for &signal in signals {
+                libc::sigaddset(set.as_mut_ptr(), signal);
+            }
+            let set = set.assume_init();
+            if libc::sigprocmask(libc::SIG_BLOCK, &raw const set, std::ptr::null_mut()) != 0 {
+                return Err(io::Error::last_os_error());
+            }
+            Ok(Self(set))
+        }
+    }
+
+    /// The next of these signals, or `None` when none came for *timeout*.
+    pub fn wait(&self, timeout: Option<Duration>) -> Option<i32> {
+        let limit = timeout.map(|t| libc::timespec {
+            tv_sec: libc::time_t::try_from(t.as_secs()).unwrap_or(libc::time_t::MAX),
+            tv_nsec: libc::c_long::from(t.subsec_nanos()),
+        });
+        let limit = limit.as_ref().map_or(std::ptr::null(), std::ptr::from_ref);
+        // SAFETY: the set is initialised, no information is asked for, and the limit is null or lives until the call returns.
+        let signal = unsafe { libc::sigtimedwait(&raw const self.0, std::ptr::null_mut(), limit) };
+        (signal > 0).then_some(signal)
+    }
+
+    /// Lets these signals through again, for a program that is about to take over this process.
+    pub fn unblock(self) {
+        // SAFETY: the set is initialised; sigprocmask is given no place to write to.
+        unsafe { libc::sigprocmask(libc::SIG_UNBLOCK, &raw const self.0, std::ptr::null_mut()) };
+    }
+}
