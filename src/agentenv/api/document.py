@@ -25,14 +25,14 @@ _ABOUT: Final = """
 Sandboxes, one microVM each, behind the API of E2B. Times to live are in seconds, memory and disk sizes in MiB
 (`memoryMB`, `diskSizeMB`), timestamps RFC 3339 in UTC.
 
-**Errors.** Every answer that is not a 2xx is `{"code", "message", "error_code"}`; `code` is the HTTP status. 503 and 504
-carry `Should-Retry: false` where sending the request again could do it twice; after a 429 nothing was taken.
+**Errors.** Every answer that is not a 2xx is `{"code", "message", "error_code"}`; `code` is the HTTP status. 503 and
+504 carry `Should-Retry: false` where sending the request again could do it twice; after a 429 nothing was taken.
 
 **Input.** Fields that are not documented are refused with 400, and so are values of the wrong type, duplicate keys and
 unknown query parameters. Fields of E2B that this release lacks are accepted while they are empty.
 
-**Time to live.** 1 second to 30 days; 15 s on the first generation of paths and 300 s on `/v2` if left out. At its end a
-sandbox is killed, or paused if `autoPause` was given. Zero is refused: to end a sandbox, delete it.
+**Time to live.** 1 second to 30 days; 15 s on the first generation of paths and 300 s on `/v2` if left out. At its end
+a sandbox is killed, or paused if `autoPause` was given. Zero is refused: to end a sandbox, delete it.
 
 **States.** `state` is `running` or `paused`, as E2B's clients expect. A sandbox is `running` from its creation on, also
 while it is copied by a snapshot or a fork; it is `paused` from the beginning of a pause. One in error (its VM was lost)

@@ -1,9 +1,12 @@
 """An API over a fake node, and a client that holds its key."""
 
+import asyncio
+import socket
 from collections.abc import AsyncIterator
 
 import httpx
 import pytest
+import uvicorn
 from fastapi import FastAPI
 
 from agentenv.api.app import create_app
@@ -39,3 +42,15 @@ def app(node: FakeNode, settings: ApiSettings, clock: JumpingClock) -> FastAPI:
 async def api(app: FastAPI) -> AsyncIterator[httpx.AsyncClient]:
     async with connect(app) as client:
         yield client
+
+
+@pytest.fixture
+async def port(app: FastAPI) -> AsyncIterator[int]:
+    """Where *app* is served on loopback."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        config = uvicorn.Config(app, http="httptools", lifespan="off", log_config=None, timeout_graceful_shutdown=5)
+        server = uvicorn.Server(config)
+        serving = asyncio.create_task(server.serve(sockets=[listener]))
+        yield listener.getsockname()[1]
+        server.should_exit = True
+        await serving
