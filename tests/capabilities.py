@@ -99,6 +99,8 @@ def _envd() -> str | None:
 PROBES: Final[Mapping[str, Callable[[], str | None]]] = {
     "root": _root,
     "qemu": _program(QEMU),
+    "qemu-img": _program("qemu-img"),
+    "qemu-io": _program("qemu-io"),
     "mke2fs": _program("mke2fs"),
     "debugfs": _program("debugfs"),
     "cpio": _program("cpio"),
