@@ -34,7 +34,8 @@ class VmPlan:
 
 @dataclass(frozen=True, slots=True)
 class VmmExit:
-    """How a VMM ended: ``code`` is negative for a signal, None where it was not our child.
+    """How a VMM ended: ``code`` is negative for a signal, 0 where the guest ended itself (power-off,
+    reboot, panic), None where it was not our child.
 
     ``log_tail`` is what it last said.
     """
@@ -68,14 +69,22 @@ class Instance(Protocol):
         ...
 
     async def save_device_state(self, path: Path) -> None:
-        """Write device state, without memory, to *path*, durably. The VM is paused and stays so."""
+        """Write device state, without memory, to *path*, durably. The VM is paused and stays so.
+
+        Raises `Conflict` if it runs, `NoSpace` if the disk is full; then *path* is not there.
+        """
         ...
 
     async def switch_disk(self, target: BlockTarget) -> None:
         """Make guest writes go to *target*, an empty file whose backing is the present disk.
 
-        Works on a running and on a paused VM; when it raises, nothing was switched.
+        Works on a running and on a paused VM; when it raises, nothing was switched. Not
+        cut short by cancelling. Raises `Invalid` for a format that cannot have a backing.
         """
+        ...
+
+    async def log_tail(self) -> str:
+        """Return what the VMM and the guest's console said last, a few KiB at most. Never raises."""
         ...
 
     async def wait_exit(self) -> VmmExit:
@@ -105,7 +114,8 @@ class Vmm(Protocol):
         """Start a VMM, let *prepare* finish its memory, load *device_state*; return it paused.
 
         *prepare* is called with the pid once the memory path is mapped and before any
-        device state is loaded. Cancelled or failed, no process is left behind.
+        device state is loaded. Cancelled or failed, no process is left behind. Raises
+        `NotFound` if there is no such state, `Bug` with the VMM's words if it does not load.
         """
         ...
 
@@ -115,4 +125,8 @@ class Vmm(Protocol):
 
     async def reap(self, root: Path, keep: frozenset[int]) -> list[int]:
         """Kill every VMM whose run directory is below *root* and whose pid is not in *keep*; return their pids."""
+        ...
+
+    async def close(self) -> None:
+        """Let go of every instance; the VMs run on. No call may follow. Idempotent."""
         ...

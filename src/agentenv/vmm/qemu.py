@@ -1,0 +1,283 @@
+"""The QEMU driver: VMMs started, found again, and ended.
+
+A VMM is started with its monitor's socket already listening, so that connecting
+needs no polling; it belongs to nobody's process group and outlives this server.
+See `agentenv.vmm.plan` for what is started, `agentenv.vmm.instance` for what it can do.
+"""
+
+import asyncio
+import contextlib
+import errno
+import fcntl
+import logging
+import os
+import shutil
+import socket
+from pathlib import Path
+from typing import Final, Literal
+
+from agentenv.aio.tasks import Tasks
+from agentenv.model.errors import Bug, Exhausted, Invalid, NoSpace, NotFound, Unavailable, Unsupported
+from agentenv.model.machine import Fingerprint, ProcessIdentity
+from agentenv.vmm.accelerator import probe_accelerator
+from agentenv.vmm.console import OutputLog, tail
+from agentenv.vmm.contract import Prepare, VmPlan
+from agentenv.vmm.fingerprint import probe
+from agentenv.vmm.instance import KILL_TIMEOUT_S, QemuInstance, to_its_end
+from agentenv.vmm.plan import PID_FILE, Engine, argv, check, monitor_path
+from agentenv.vmm.process import Process, is_alive, kill_all, read_identity
+from agentenv.vmm.qmp import Monitor, by_text
+from agentenv.vmm.spawn import FIRST_INHERITED, Spawner
+from agentenv.vmm.tsc import tsc_khz
+
+MAX_STATE_BYTES: Final = 1 << 20
+"""As much as a pipe can be made to hold: the whole state is put in before QEMU reads."""
+
+_EXPLAIN_S: Final = 1.0
+
+_log: Final = logging.getLogger(__name__)
+
+
+class QemuVmm:
+    """See `agentenv.vmm.contract.Vmm`."""
+
+    def __init__(
+        self,
+        *,
+        binary: str | Path = "qemu-system-x86_64",
+        accelerator: Literal["auto", "kvm", "tcg"] = "auto",
+        guest_digest: str,
+        tb_size_mib: int = 32,
+        command_timeout_s: float = 10.0,
+    ) -> None:
+        """*binary*: name on the PATH, or path. *guest_digest*: of the kernel and initramfs that plans name."""
+        self._binary = str(binary)
+        self._asked_for = accelerator
+        self._guest_digest = guest_digest
+        self._tb_size_mib = tb_size_mib
+        self._timeout_s = command_timeout_s
+        self._spawner = Spawner()
+        self._tasks = Tasks("vmm")
+        self._instances: set[QemuInstance] = set()
+        self._probing = asyncio.Lock()
+        self._engine: Engine | None = None
+        self._fingerprint: Fingerprint | None = None
+
+    def __repr__(self) -> str:
+        return f"<QemuVmm {self._binary}: {len(self._instances)} instances>"
+
+    async def close(self) -> None:
+        """Let go of every instance; the VMs run on. No call may follow."""
+        await self._tasks.close()
+        for instance in list(self._instances):
+            instance.release()
+        self._instances.clear()
+        await asyncio.to_thread(self._spawner.close)
+
+    async def fingerprint(self) -> Fingerprint:
+        async with self._probing:
+            if self._fingerprint is None:
+                self._fingerprint = await probe(
+                    self._find_binary(),
+                    await self._choose_engine(),
+                    guest_digest=self._guest_digest,
+                    spawner=self._spawner,
+                    timeout_s=self._timeout_s,
+                )
+            return self._fingerprint
+
+    async def boot(self, plan: VmPlan) -> QemuInstance:
+        engine = await self._choose_engine()
+        if engine.accelerator == "tcg":
+            engine = Engine(engine.accelerator, engine.tb_size_mib, await asyncio.to_thread(tsc_khz))
+        instance = await self._start(plan, engine, None)
+        try:
+            await instance.begin()
+        except BaseException:
+            await to_its_end("stop VMM", instance.stop())
+            raise
+        return instance
+
+    async def restore(self, plan: VmPlan, device_state: Path, prepare: Prepare) -> QemuInstance:
+        """See `Vmm`. `Bug` if QEMU does not take the state, with what it says; `NotFound` if there is no state."""
+        engine = await self._choose_engine()
+        reader, writer = os.pipe2(os.O_CLOEXEC)
+        try:
+            try:
+                fill = asyncio.to_thread(_fill_pipe, device_state, writer)
+                await to_its_end("read device state", fill)
+            finally:
+                os.close(writer)
+            instance = await self._start(plan, engine, reader)
+            try:
+                await prepare(instance.process.pid)
+                await self._load(instance, reader)
+            except BaseException:
+                await to_its_end("stop VMM", instance.stop())
+                raise
+            return instance
+        finally:
+            os.close(reader)
+
+    async def adopt(self, plan: VmPlan, process: ProcessIdentity) -> QemuInstance:
+        watched = Process(process)
+        output = OutputLog.of(process.pid)
+        try:
+            monitor = await Monitor.connect(monitor_path(plan), timeout_s=self._timeout_s)
+        except BaseException as error:
+            watched.close()
+            if output is not None:
+                output.close()
+            if isinstance(error, Unavailable) and not is_alive(process):
+                raise NotFound(f"process {process.pid} is gone") from error
+            raise
+        instance = self._hold(QemuInstance(plan, watched, monitor, output, self._tasks))
+        try:
+            await instance.begin()
+        except BaseException:
+            instance.release()
+            raise
+        return instance
+
+    async def reap(self, root: Path, keep: frozenset[int]) -> list[int]:
+        return await asyncio.to_thread(_reap, root, keep)
+
+    def _find_binary(self) -> Path:
+        found = shutil.which(self._binary)
+        if found is None:
+            raise Unsupported(f"there is no program {self._binary}", hint="on Debian, install qemu-system-x86")
+        return Path(found)
+
+    async def _choose_engine(self) -> Engine:
+        if self._engine is None:
+            kind = self._asked_for
+            if kind == "auto":
+                found = await asyncio.to_thread(probe_accelerator)
+                _log.info("accelerator %s: %s", found.kind, found.reason)
+                kind = found.kind
+            self._engine = Engine(kind, self._tb_size_mib)
+        return self._engine
+
+    def _hold(self, instance: QemuInstance) -> QemuInstance:
+        self._instances.add(instance)
+        instance.on_end(lambda: self._instances.discard(instance))
+        return instance
+
+    async def _start(self, plan: VmPlan, engine: Engine, state: int | None) -> QemuInstance:
+        """Start a VMM and shake hands with it; *state* not None: one that waits for device state."""
+        check(plan)
+        line = argv(self._find_binary(), plan, engine, monitor_fd=FIRST_INHERITED, incoming=state is not None)
+        output = OutputLog.create()
+        try:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+                await to_its_end("make run directory", asyncio.to_thread(_make_run_dir, plan, listener))
+                started = await self._spawner.spawn(
+                    line, netns=plan.netns, output=output.fileno(), inherit=[listener.fileno()]
+                )
+        except BaseException:
+            output.close()
+            raise
+        process = Process(started.identity, pidfd=started.pidfd)
+        try:
+            monitor = await Monitor.connect(monitor_path(plan), timeout_s=self._timeout_s)
+        except BaseException as error:
+            why = await to_its_end("end VMM", _end(process, output, error))
+            if why is error:
+                raise
+            raise why from error
+        return self._hold(QemuInstance(plan, process, monitor, output, self._tasks))
+
+    async def _load(self, instance: QemuInstance, state: int) -> None:
+        try:
+            await instance.load(state, timeout_s=self._timeout_s)
+        except Unavailable as error:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_EXPLAIN_S):
+                    ended = await instance.wait_exit()
+                    if ended.code is not None and ended.code > 0:
+                        raise by_text(f"QEMU does not load the device state: {ended.log_tail}") from error
+            raise
+
+
+async def _end(process: Process, output: OutputLog, error: BaseException) -> BaseException:
+    """Make sure that a VMM which did not come up is gone; return the error that says why it did not."""
+    try:
+        if isinstance(error, Unavailable):
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_EXPLAIN_S):
+                    await process.wait()
+        ended_by_itself = process.has_ended
+        process.kill()
+        try:
+            async with asyncio.timeout(KILL_TIMEOUT_S):
+                await process.wait()
+        except TimeoutError:
+            _log.error("process %d has not ended after it was killed", process.identity.pid)
+        if ended_by_itself and isinstance(error, Unavailable):
+            said = tail(output.text().strip()) or "it said nothing"
+            return by_text(f"QEMU ended with status {process.code}: {said}", otherwise=Unavailable)
+        return error
+    finally:
+        process.close()
+        output.close()
+
+
+def _make_run_dir(plan: VmPlan, listener: socket.socket) -> None:
+    """Make the directory, and *listener* the socket in it that the VMM's monitor will answer."""
+    try:
+        size = plan.memory_path.stat().st_size
+    except OSError as error:
+        raise NotFound(f"guest memory {plan.memory_path}: {error.strerror}") from error
+    if size < plan.machine.memory_bytes:
+        # QEMU would make the file longer, and it may be shared.
+        raise Invalid(f"guest memory {plan.memory_path} has {size} bytes, not {plan.machine.memory_bytes}")
+    try:
+        plan.run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path = monitor_path(plan)
+        path.unlink(missing_ok=True)
+        listener.bind(str(path))
+        listener.listen(1)
+    except OSError as error:
+        message = f"cannot make {plan.run_dir}: {error.strerror}"
+        raise NoSpace(message) if error.errno in (errno.ENOSPC, errno.EDQUOT) else Bug(message) from error
+
+
+def _fill_pipe(device_state: Path, writer: int) -> None:
+    try:
+        data = device_state.read_bytes()
+    except OSError as error:
+        raise NotFound(f"device state {device_state}: {error.strerror}") from error
+    if not data:
+        raise Bug(f"device state {device_state} is empty")
+    if len(data) > MAX_STATE_BYTES:
+        raise Unsupported(f"device state {device_state} has {len(data)} bytes, and may have {MAX_STATE_BYTES}")
+    try:
+        fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, max(len(data), 4096))
+    except OSError as error:
+        raise Exhausted(f"cannot get a pipe for device state: {error.strerror}") from error
+    written = os.write(writer, data)
+    if written != len(data):
+        raise Bug(f"a pipe took {written} of {len(data)} bytes")
+
+
+def _reap(root: Path, keep: frozenset[int]) -> list[int]:
+    found = [identity for identity in _vmms_below(root) if identity.pid not in keep]
+    for stuck in kill_all(found, timeout_s=KILL_TIMEOUT_S):
+        _log.error("VMM %d has not ended after it was killed", stuck.pid)
+    return [identity.pid for identity in found]
+
+
+def _vmms_below(root: Path) -> list[ProcessIdentity]:
+    """Every VMM of ours is known by the pid file that its command line names."""
+    base = Path(os.path.abspath(root))  # noqa: PTH100 - lexically: the directory may be gone
+    found = []
+    for entry in os.scandir("/proc"):
+        if not entry.name.isdigit():
+            continue
+        identity = read_identity(int(entry.name))
+        with contextlib.suppress(OSError, ValueError):
+            words = Path(entry.path, "cmdline").read_bytes().split(b"\0")
+            pid_file = Path(os.path.abspath(os.fsdecode(words[words.index(b"-pidfile") + 1])))  # noqa: PTH100
+            if identity is not None and pid_file.name == PID_FILE and pid_file.is_relative_to(base):
+                found.append(identity)
+    return found
