@@ -27,7 +27,7 @@ class VmPlan:
     disk: BlockTarget
     netns: Path
     tap: str
-    run_dir: Path  # of this generation: sockets, console and VMM logs; the driver makes it, the verb removes it
+    run_dir: Path  # of this generation: monitor socket and pid file; the driver makes it, the verb removes it
     balloon: bool = False  # only over memory whose path survives hole punches
     init: str | None = None  # the image's own init to run as PID 1 beside the agent
 
@@ -79,7 +79,7 @@ class Instance(Protocol):
         """Make guest writes go to *target*, an empty file whose backing is the present disk.
 
         Works on a running and on a paused VM; when it raises, nothing was switched. Not
-        cut short by cancelling. Raises `Invalid` for a format that cannot have a backing.
+        cut short by cancelling.
         """
         ...
 
