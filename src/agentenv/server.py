@@ -106,6 +106,7 @@ async def _node(settings: Settings) -> AsyncIterator[tuple[NodeService, Proxy]]:
             guest_digest=guest.digest,
             command_timeout_s=settings.vmm.command_timeout_s,
         )
+        opened.push_async_callback(vmm.close)
         fingerprint = await vmm.fingerprint()
         log.info("driver", **{name: getattr(fingerprint, name) for name in ("driver", "vmm_version", "accelerator")})
 
