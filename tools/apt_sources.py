@@ -29,7 +29,7 @@ def archives() -> list[Archive]:
     form = "$(REPO_URI)|$(RELEASE)|$(COMPONENT)|$(ORIGIN)|$(LABEL)"
     shown = subprocess.run(
         ["apt-get", "indextargets", "--format", form, "Created-By: Packages"],
-        stdout=subprocess.PIPE, check=True, universal_newlines=True,
+        stdout=subprocess.PIPE, check=True, text=True,
     ).stdout  # fmt: skip
     found = []
     for line in shown.splitlines():
@@ -40,8 +40,8 @@ def archives() -> list[Archive]:
 
 
 def source_line(uri: str, suite: str, components: str) -> str:
-    signed = "[signed-by={}] ".format(KEYRING) if KEYRING.exists() else ""
-    return "deb {}{} {} {}".format(signed, uri, suite, components)
+    signed = f"[signed-by={KEYRING}] " if KEYRING.exists() else ""
+    return f"deb {signed}{uri} {suite} {components}"
 
 
 def main() -> int:
