@@ -15,6 +15,7 @@ use wire::{Code, RpcError, json, secret};
 use crate::accounts::{self, User};
 use crate::answer::{self, Answer};
 use crate::cgroup::Groups;
+use crate::filesystem::Watchers;
 use crate::metrics::CpuSample;
 use crate::process::Registry;
 use crate::store::Store;
@@ -34,6 +35,7 @@ pub(crate) struct App {
     settings: RefCell<Rc<Settings>>,
     store: Store,
     pub processes: Registry,
+    pub watchers: Watchers,
     pub groups: Option<Groups>,
     pub powers: Powers,
     /// A directory of proc that stays valid whatever the workload mounts; set if children must lose protection.
@@ -68,6 +70,7 @@ impl App {
             settings: RefCell::new(Rc::new(store.load()?)),
             store,
             processes: Registry::default(),
+            watchers: Watchers::default(),
             groups,
             powers,
             proc,
@@ -102,15 +105,15 @@ impl App {
         }
     }
 
-    /// # Errors
     /// The 401 to answer with when an access token is set and not given.
-    pub(crate) fn require_token(&self, headers: &HeaderMap) -> Result<(), Answer> {
-        match self.token_given(headers) {
-            Some(true) => Ok(()),
-            Some(false) => Err(answer::error(StatusCode::UNAUTHORIZED, "the access token is wrong")),
-            None if self.settings().access_token.is_none() => Ok(()),
-            None => Err(answer::error(StatusCode::UNAUTHORIZED, "an access token is needed")),
-        }
+    pub(crate) fn token_refusal(&self, headers: &HeaderMap) -> Option<Answer> {
+        let text = match self.token_given(headers) {
+            Some(true) => return None,
+            Some(false) => "the access token is wrong",
+            None if self.settings().access_token.is_none() => return None,
+            None => "an access token is needed",
+        };
+        Some(answer::error(StatusCode::UNAUTHORIZED, text))
     }
 
     /// Whether the right token was given; `None` when none was, or none is set.

@@ -13,27 +13,28 @@ use wire::{json, secret};
 
 use crate::answer::{self, Answer};
 use crate::app::App;
+use crate::cgroup::Groups;
 use crate::http::drain;
 use crate::{identity, say};
 
 const SECRET_HEADER: &str = "x-agentenv-control";
 
 /// Before the first `/init` nothing else has run in the sandbox, so that one call is trusted.
-fn authorise(app: &App, headers: &HeaderMap, may_be_first: bool) -> Result<(), Answer> {
+fn refusal(app: &App, headers: &HeaderMap, may_be_first: bool) -> Option<Answer> {
     let settings = app.settings();
     if may_be_first && !settings.initialised {
-        return Ok(());
+        return None;
     }
     let given = headers.get(SECRET_HEADER).map_or(&b""[..], |v| v.as_bytes());
     match &settings.control_secret {
-        Some(expected) if secret::matches(given, expected.as_bytes()) => Ok(()),
-        _ => Err(answer::error(StatusCode::UNAUTHORIZED, "this call needs the control secret")),
+        Some(expected) if secret::matches(given, expected.as_bytes()) => None,
+        _ => Some(answer::error(StatusCode::UNAUTHORIZED, "this call needs the control secret")),
     }
 }
 
 pub(crate) async fn init(app: Rc<App>, request: Request<Incoming>) -> Answer {
     let (parts, body) = request.into_parts();
-    if let Err(refused) = authorise(&app, &parts.headers, true) {
+    if let Some(refused) = refusal(&app, &parts.headers, true) {
         drain(body);
         return refused;
     }
@@ -45,7 +46,7 @@ pub(crate) async fn init(app: Rc<App>, request: Request<Incoming>) -> Answer {
         Err(error) => return answer::error(StatusCode::BAD_REQUEST, &format!("the request broke off: {error}")),
     };
     // Another first call may have come in between.
-    if let Err(refused) = authorise(&app, &parts.headers, true) {
+    if let Some(refused) = refusal(&app, &parts.headers, true) {
         return refused;
     }
     let message: InitRequest = match json::parse(if bytes.is_empty() { b"{}" } else { &bytes }) {
@@ -63,7 +64,7 @@ pub(crate) async fn init(app: Rc<App>, request: Request<Incoming>) -> Answer {
 }
 
 pub(crate) async fn freeze(app: Rc<App>, request: Request<Incoming>) -> Answer {
-    if let Err(refused) = authorise(&app, request.headers(), false) {
+    if let Some(refused) = refusal(&app, request.headers(), false) {
         return refused;
     }
     let Some(groups) = &app.groups else { return no_groups() };
@@ -74,7 +75,7 @@ pub(crate) async fn freeze(app: Rc<App>, request: Request<Incoming>) -> Answer {
 }
 
 pub(crate) fn thaw(app: &App, request: &Request<Incoming>) -> Answer {
-    if let Err(refused) = authorise(app, request.headers(), false) {
+    if let Some(refused) = refusal(app, request.headers(), false) {
         return refused;
     }
     let Some(groups) = &app.groups else { return no_groups() };
@@ -89,7 +90,7 @@ fn no_groups() -> Answer {
 }
 
 pub(crate) async fn sync(app: Rc<App>, request: Request<Incoming>) -> Answer {
-    if let Err(refused) = authorise(&app, request.headers(), false) {
+    if let Some(refused) = refusal(&app, request.headers(), false) {
         return refused;
     }
     match tokio::task::spawn_blocking(rustix::fs::sync).await {
@@ -100,7 +101,7 @@ pub(crate) async fn sync(app: Rc<App>, request: Request<Incoming>) -> Answer {
 
 /// The supervisor syncs and switches off; it gets the signal once this answer is on its way.
 pub(crate) async fn shutdown(app: Rc<App>, request: Request<Incoming>) -> Answer {
-    if let Err(refused) = authorise(&app, request.headers(), false) {
+    if let Some(refused) = refusal(&app, request.headers(), false) {
         return refused;
     }
     if !app.powers.power {
@@ -121,14 +122,14 @@ pub(crate) async fn shutdown(app: Rc<App>, request: Request<Incoming>) -> Answer
 }
 
 pub(crate) fn agent(app: &App, request: &Request<Incoming>) -> Answer {
-    if let Err(refused) = authorise(app, request.headers(), false) {
+    if let Some(refused) = refusal(app, request.headers(), false) {
         return refused;
     }
     let body = serde_json::json!({
         "version": env!("CARGO_PKG_VERSION"),
         "pid": std::process::id(),
         "uptimeMs": u64::try_from(app.started.elapsed().as_millis()).unwrap_or(u64::MAX),
-        "frozen": app.groups.as_ref().is_some_and(|groups| groups.is_frozen()),
+        "frozen": app.groups.as_ref().is_some_and(Groups::is_frozen),
         "processes": app.processes.count(),
     });
     answer::json(StatusCode::OK, body.to_string())

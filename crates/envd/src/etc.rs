@@ -36,7 +36,7 @@ pub(crate) fn read(path: &Path) -> io::Result<Option<String>> {
 /// Makes *content* the content of *path*, at once and only if it is not so already.
 ///
 /// Owner and mode of a file that is replaced are kept; a new one gets *mode* and is root's.
-/// With *through_links* a link is followed, otherwise it is replaced by the file.
+/// With *`through_links`* a link is followed, otherwise it is replaced by the file.
 ///
 /// # Errors
 /// Those of the file system. The old file is then still whole.

@@ -15,6 +15,7 @@ mod control;
 mod daemon;
 mod etc;
 mod files;
+mod filesystem;
 mod http;
 mod identity;
 mod log;

@@ -61,11 +61,13 @@ pub(crate) fn run() -> io::Result<()> {
     }
 }
 
-const SYSCTLS: [(&str, &str); 6] = [
+const SYSCTLS: [(&str, &str); 7] = [
     // Groups by session would give each command as much CPU as the whole daemon.
     ("kernel.sched_autogroup_enabled", "0"),
     // The OOM killer is to kill, not to panic.
     ("vm.panic_on_oom", "0"),
+    // Ours are counted with root's own.
+    ("fs.inotify.max_user_instances", "1024"),
     ("net.ipv6.conf.all.accept_ra", "0"),
     ("net.ipv6.conf.default.accept_ra", "0"),
     ("net.ipv6.conf.all.autoconf", "0"),

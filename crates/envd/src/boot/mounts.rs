@@ -36,7 +36,7 @@ pub(super) fn root(device: &str, kind: &str) -> io::Result<()> {
         std::thread::sleep(DISK_POLL);
     }
     fs::create_dir_all(NEW_ROOT)?;
-    Ok(mount(device, NEW_ROOT, kind, MountFlags::NOATIME, None).map_err(|e| named(device, &e.into()))?)
+    mount(device, NEW_ROOT, kind, MountFlags::NOATIME, None).map_err(|e| named(device, &e.into()))
 }
 
 /// Makes the image the root directory, as `switch_root` would, with the kernel's file systems moved along.

@@ -3,6 +3,8 @@
 mod download;
 mod upload;
 
+pub(crate) use upload::METADATA_ATTRIBUTE;
+
 use std::io;
 use std::rc::Rc;
 use std::time::{SystemTime, UNIX_EPOCH};

@@ -10,9 +10,10 @@ use hyper::{Method, Request, StatusCode};
 use super::drain;
 use crate::answer::{self, Answer};
 use crate::app::App;
-use crate::{control, files, metrics, process};
+use crate::{control, files, filesystem, metrics, process};
 
 const PROCESS: &str = "/process.Process/";
+const FILESYSTEM: &str = "/filesystem.Filesystem/";
 
 /// Answers one request.
 pub(super) async fn answer(app: Rc<App>, request: Request<Incoming>) -> Answer {
@@ -29,31 +30,54 @@ pub(super) async fn answer(app: Rc<App>, request: Request<Incoming>) -> Answer {
         // These decide themselves who may ask: a signature can stand in for the token.
         "/files" if get => files::download(app, request).await,
         "/files" if post => files::upload(app, request).await,
-        "/metrics" if get => {
-            app.require_token(request.headers()).map_or_else(|refused| refused, |()| metrics::answer(&app))
-        }
-        "/envs" if get => app.require_token(request.headers()).map_or_else(|refused| refused, |()| control::envs(&app)),
-        path if post && path.starts_with(PROCESS) => match app.require_token(request.headers()) {
-            Ok(()) => {
-                let method = path[PROCESS.len()..].to_owned();
-                process::service::call(app, &method, request).await
-            }
-            Err(refused) => refuse(request, refused),
+        path => match guarded(path, get, post) {
+            Some(call) => match app.token_refusal(request.headers()) {
+                Some(refused) => refuse(request, refused),
+                None => call.answer(app, request).await,
+            },
+            None => nothing_here(request),
         },
-        path => {
-            let allowed = methods_of(path);
-            let refused = match allowed {
-                "" => answer::error(StatusCode::NOT_FOUND, "there is nothing at this path"),
-                methods => {
-                    let mut refused =
-                        answer::error(StatusCode::METHOD_NOT_ALLOWED, "this path does not answer that method");
-                    refused.headers_mut().insert(ALLOW, HeaderValue::from_static(methods));
-                    refused
-                }
-            };
-            refuse(request, refused)
+    }
+}
+
+/// What needs the access token, if there is one.
+enum Guarded {
+    Metrics,
+    Envs,
+    Process(String),
+    Filesystem(String),
+}
+
+fn guarded(path: &str, get: bool, post: bool) -> Option<Guarded> {
+    let method = |service: &str| path.strip_prefix(service).filter(|_| post).map(str::to_owned);
+    match path {
+        "/metrics" if get => Some(Guarded::Metrics),
+        "/envs" if get => Some(Guarded::Envs),
+        _ => method(PROCESS).map(Guarded::Process).or_else(|| method(FILESYSTEM).map(Guarded::Filesystem)),
+    }
+}
+
+impl Guarded {
+    async fn answer(self, app: Rc<App>, request: Request<Incoming>) -> Answer {
+        match self {
+            Self::Metrics => metrics::answer(&app),
+            Self::Envs => control::envs(&app),
+            Self::Process(method) => process::service::call(app, &method, request).await,
+            Self::Filesystem(method) => filesystem::service::call(app, &method, request).await,
         }
     }
+}
+
+fn nothing_here(request: Request<Incoming>) -> Answer {
+    let refused = match methods_of(request.uri().path()) {
+        "" => answer::error(StatusCode::NOT_FOUND, "there is nothing at this path"),
+        methods => {
+            let mut refused = answer::error(StatusCode::METHOD_NOT_ALLOWED, "this path does not answer that method");
+            refused.headers_mut().insert(ALLOW, HeaderValue::from_static(methods));
+            refused
+        }
+    };
+    refuse(request, refused)
 }
 
 fn methods_of(path: &str) -> &'static str {
@@ -61,7 +85,7 @@ fn methods_of(path: &str) -> &'static str {
         "/health" | "/agent" | "/metrics" | "/envs" => "GET, HEAD",
         "/init" | "/freeze" | "/thaw" | "/sync" | "/shutdown" => "POST",
         "/files" => "GET, HEAD, POST",
-        path if path.starts_with(PROCESS) => "POST",
+        path if path.starts_with(PROCESS) || path.starts_with(FILESYSTEM) => "POST",
         _ => "",
     }
 }

@@ -39,7 +39,7 @@ fn with_name(old: &str, name: &str) -> String {
     if !resolves(&lines, name, false) {
         lines.push(format!("127.0.1.1 {name} {MARK}"));
     }
-    lines.iter().map(|line| format!("{line}\n")).collect()
+    lines.join("\n") + "\n"
 }
 
 #[cfg(test)]

@@ -3,7 +3,7 @@
 use rustix::process::WaitIdStatus;
 use wire::process::Ended;
 
-/// Describes an exit status; *out_of_memory* when the OOM killer was at work meanwhile.
+/// Describes an exit status; *`out_of_memory`* when the OOM killer was at work meanwhile.
 pub(super) fn describe(status: &WaitIdStatus, out_of_memory: bool) -> Ended {
     if let Some(code) = status.exit_status() {
         return exited(code, out_of_memory);

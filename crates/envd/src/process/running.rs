@@ -169,10 +169,9 @@ async fn pump(app: &App, process: &Process, output: Output, source: &AsyncFd<Own
     loop {
         process.broadcast.room().await;
         let Ok(mut ready) = source.readable().await else { return };
-        match ready.try_io(|fd| read_once(app, process, output, fd.get_ref())) {
-            // A terminal whose last user is gone says EIO.
-            Ok(Ok(0) | Err(_)) => return,
-            Ok(Ok(_)) | Err(_) => {}
+        // A terminal whose last user is gone says EIO.
+        if let Ok(Ok(0) | Err(_)) = ready.try_io(|fd| read_once(app, process, output, fd.get_ref())) {
+            return;
         }
     }
 }

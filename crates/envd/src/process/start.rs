@@ -25,6 +25,7 @@ use super::input::Input;
 use super::running::{Ends, Process, supervise, window_size};
 use crate::accounts::User;
 use crate::app::App;
+use crate::cgroup::{Groups, Leaf};
 
 const DEFAULT_PATH: &str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
 /// Open files a process may have before it asks for more.
@@ -51,8 +52,8 @@ pub(super) async fn start(
         Some(pty) => Files::terminal(pty, &user)?,
         None => Files::pipes(request.stdin.unwrap_or(true))?,
     };
-    let oom_kills_before = app.groups.as_ref().map_or(0, |groups| groups.oom_kills());
-    let leaf = app.groups.as_ref().map(|groups| groups.acquire()).transpose().map_err(|e| no_more(&e))?;
+    let oom_kills_before = app.groups.as_ref().map_or(0, Groups::oom_kills);
+    let leaf = app.groups.as_ref().map(Groups::acquire).transpose().map_err(|e| no_more(&e))?;
     let spawned = spawn(&Plan {
         programs: &prepared.programs,
         arguments: &prepared.arguments,
@@ -64,7 +65,7 @@ pub(super) async fn start(
         stdout: files.child[1].as_fd(),
         stderr: files.child[2].as_fd(),
         terminal: files.terminal.is_some(),
-        cgroup: leaf.as_ref().map(|leaf| leaf.directory()).as_ref().map(AsFd::as_fd),
+        cgroup: leaf.as_ref().map(Leaf::directory).as_ref().map(AsFd::as_fd),
         proc: app.proc.as_ref().map(AsFd::as_fd),
         open_files: (OPEN_FILES.min(app.max_open_files), app.max_open_files),
     });
