@@ -16,7 +16,8 @@ from typing import Final
 REPO: Final = Path(__file__).resolve().parent.parent
 GUEST_DIR: Final = Path(os.environ.get("AENV_GUEST_DIR", REPO / ".cache/guest"))
 BASE_ROOTFS: Final = Path(os.environ.get("AENV_BASE_ROOTFS", REPO / ".cache/base-rootfs.tar"))
-QEMU: Final = os.environ.get("AENV_QEMU", "qemu-system-x86_64")
+_NAMED_QEMU: Final = os.environ.get("AENV_QEMU", "qemu-system-x86_64")
+QEMU: Final = str(Path(_NAMED_QEMU).resolve()) if "/" in _NAMED_QEMU else _NAMED_QEMU
 _CLONE_NEWNET: Final = 0x4000_0000
 
 
@@ -84,6 +85,11 @@ def _mount() -> str | None:
     return None if done.returncode == 0 else f"cannot mount: {done.stderr.strip()}"
 
 
+def _pagemap_scan() -> str | None:
+    release = tuple(int(part) for part in os.uname().release.split(".")[:2])
+    return None if release >= (6, 7) else "the kernel is older than 6.7: no PAGEMAP_SCAN"
+
+
 def _guest() -> str | None:
     return None if (GUEST_DIR / "current").is_file() else f"no guest image in {GUEST_DIR} (make guest)"
 
@@ -105,6 +111,7 @@ PROBES: Final[Mapping[str, Callable[[], str | None]]] = {
     "debugfs": _program("debugfs"),
     "cpio": _program("cpio"),
     "mount": _mount,
+    "pagemap-scan": _pagemap_scan,
     "netns": _network_namespaces,
     "nft": _nftables,
     "tun": _device("/dev/net/tun"),

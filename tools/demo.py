@@ -30,9 +30,8 @@ def main() -> int:
     status = 1
     try:
         server.start()
-        say(
-            f"server: listening on {server.url}, log in {server.log.relative_to(REPO)} ({time.monotonic() - started:.1f} s)"
-        )
+        log = server.log.relative_to(REPO)
+        say(f"server: listening on {server.url}, log in {log} ({time.monotonic() - started:.1f} s)")
         status = build_template(server) or run_example(server)
         server.delete_all()
     except AssertionError as error:
@@ -45,9 +44,8 @@ def main() -> int:
     if left:
         say(f"error: the server left something behind: {left}")
         return 1
-    say(
-        f"demo: {'all of it works' if status == 0 else 'FAILED'}, {time.monotonic() - started:.1f} s with server and template"
-    )
+    outcome = "all of it works" if status == 0 else "FAILED"
+    say(f"demo: {outcome}, {time.monotonic() - started:.1f} s with server and template")
     return status
 
 
