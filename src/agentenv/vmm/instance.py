@@ -211,7 +211,7 @@ class QemuInstance:
         answer = await self._monitor.execute("query-block")
         for device in answer if isinstance(answer, list) else []:
             match device:
-                case {"qdev": str(path), "inserted": {"node-name": str(name)}} if f"/{DISK_DEVICE}/" in f"{path}/":
+                case {"qdev": str(path), "inserted": {"node-name": str(name)}} if DISK_DEVICE in path.split("/"):
                     return name
         raise Bug("QEMU does not know the guest's disk")
 
