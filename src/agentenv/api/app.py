@@ -49,12 +49,12 @@ def create_app(
     app = FastAPI(title="AgentENV", version=version("agentenv"), redoc_url=None, swagger_ui_oauth2_redirect_url=None)
     app.router.redirect_slashes = False  # `Edge` has removed them
     endpoints = Endpoints(app.router, api_key_check(settings.api_key))
+    if builds is not None:
+        builds.declare(endpoints)  # before what `later` refuses: POST /templates/{id} is a route of E2B's
     later.declare(endpoints)  # first: its `/templates/tags` is no template's id
     TelemetryRoutes(node).declare(endpoints)  # before `/sandboxes/{sandbox_id}`: its `/sandboxes/metrics` is no id
     SandboxRoutes(node, settings, metrics, clock or SystemClock()).declare(endpoints)
     LifecycleRoutes(node, settings).declare(endpoints)
-    if builds is not None:
-        builds.declare(endpoints)
     TemplateRoutes(node).declare(endpoints)
     NodeRoutes(node, settings, metrics).declare(endpoints)
     index = RouteIndex(app.router.routes)
