@@ -21,7 +21,7 @@ from agentenv.model.machine import BlockTarget, ProcessIdentity
 from agentenv.vmm.console import Console, OutputLog, tail
 from agentenv.vmm.contract import VmmExit, VmPlan
 from agentenv.vmm.plan import DISK_DEVICE, block_node, monitor_path
-from agentenv.vmm.process import Process
+from agentenv.vmm.process import Process, kill_all
 from agentenv.vmm.qmp import Event, Monitor
 
 KILL_TIMEOUT_S: Final = 10.0
@@ -144,15 +144,11 @@ class QemuInstance:
         return VmmExit(code, self._last_words or "")
 
     async def stop(self) -> None:
-        self._process.kill()
-        try:
-            async with asyncio.timeout(KILL_TIMEOUT_S):
-                await self._process.wait()
-        except TimeoutError:
+        if not await self._kill():
             raise Unavailable(
                 f"process {self.process.pid} has not ended {KILL_TIMEOUT_S:g} s after it was killed",
                 hint="it waits in the kernel, for a disk or a file system that does not answer",
-            ) from None
+            )
         monitor_path(self._plan).unlink(missing_ok=True)
 
     def on_end(self, callback: Callable[[], None]) -> None:
@@ -165,6 +161,19 @@ class QemuInstance:
         self._process.close()
         if self._output is not None:
             self._output.close()
+
+    async def _kill(self) -> bool:
+        """Return whether the process is gone."""
+        if not self._process.has_ended and not self._process.is_watched:
+            left = await asyncio.to_thread(kill_all, [self.process], timeout_s=KILL_TIMEOUT_S)
+            return not left
+        self._process.kill()
+        try:
+            async with asyncio.timeout(KILL_TIMEOUT_S):
+                await self._process.wait()
+        except TimeoutError:
+            return False
+        return True
 
     async def _status(self) -> str:
         answer = await self._monitor.execute("query-status")

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from agentenv.model.errors import NotFound
+from agentenv.model.errors import NotFound, Unavailable
 from agentenv.model.machine import ProcessIdentity
 
 _PROC: Final = Path("/proc")
@@ -110,7 +110,8 @@ class Process:
         self.identity = identity
         self.code: int | None = None
         self._loop = asyncio.get_running_loop()
-        self._ended = asyncio.Event()
+        self.has_ended = False
+        self._settled = asyncio.Event()  # ended, or no longer watched
         self._callbacks: list[Callable[[], None]] = []
         self._pidfd = open_pidfd(identity) if pidfd is None else pidfd
         self._loop.add_reader(self._pidfd, self._on_end)
@@ -120,8 +121,8 @@ class Process:
         return f"<Process {self.identity.pid} {state}>"
 
     @property
-    def has_ended(self) -> bool:
-        return self._ended.is_set()
+    def is_watched(self) -> bool:
+        return self._pidfd >= 0
 
     def on_end(self, callback: Callable[[], None]) -> None:
         """Call *callback* from the loop when the process ends; at once if it has."""
@@ -137,8 +138,13 @@ class Process:
                 signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
 
     async def wait(self) -> int | None:
-        """Return the exit status when the process has ended: negative for a signal, None if it is not our child."""
-        await self._ended.wait()
+        """Return the exit status when the process has ended: negative for a signal, None if it is not our child.
+
+        Raises `Unavailable` if it is no longer watched.
+        """
+        await self._settled.wait()
+        if not self.has_ended:
+            raise Unavailable(f"process {self.identity.pid} is no longer watched")
         return self.code
 
     def close(self) -> None:
@@ -147,11 +153,12 @@ class Process:
             self._loop.remove_reader(self._pidfd)
             os.close(self._pidfd)
             self._pidfd = -1
+            self._settled.set()
 
     def _on_end(self) -> None:
         self.code = reap(self._pidfd)
+        self.has_ended = True
         self.close()
-        self._ended.set()
         callbacks, self._callbacks = self._callbacks, []
         for callback in callbacks:
             callback()

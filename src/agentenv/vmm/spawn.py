@@ -85,7 +85,7 @@ class Spawner:
         self._threads.shutdown()
 
     def _start(self, argv: list[str], netns: Path | None, output: int, inherit: list[int]) -> Started:
-        with _inside(netns):
+        with inside(netns):
             pid = _posix_spawn(argv, output, inherit)
         # A child that nobody has reaped keeps its pid: neither of these can meet another process.
         pidfd = os.pidfd_open(pid)
@@ -106,7 +106,11 @@ def _undo(started: Future[Started]) -> None:
 
 
 @contextmanager
-def _inside(netns: Path | None) -> Iterator[None]:
+def inside(netns: Path | None) -> Iterator[None]:
+    """Let this thread, and what it starts, live in *netns* for the length of the block; None changes nothing.
+
+    Raises `NotFound` if there is no such namespace. Not for the main thread.
+    """
     if netns is None:
         yield
         return
