@@ -32,6 +32,28 @@ def spawn(name: str, coro: Coroutine[object, object, T]) -> asyncio.Task[T]:
     return task
 
 
+async def to_its_end(name: str, work: Coroutine[object, object, T]) -> T:
+    """Return the result of *work*, run as a task called *name* that is never cut short.
+
+    A caller that is cancelled meanwhile, once or many times, gets its `CancelledError`
+    after the work has ended; an exception of the work is then logged, since the caller
+    no longer looks at outcomes. For what must not be left half done; *work* is bounded
+    in time by whoever gives it.
+    """
+    task = spawn(name, work)
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.wait([task])
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is None:
+        return task.result()
+    if not task.cancelled() and (failed := task.exception()) is not None:
+        _log.warning("%s failed after its caller was cancelled", name, exc_info=failed)
+    raise cancelled
+
+
 @dataclass(frozen=True, slots=True)
 class TaskStatistics:
     """Counts since the owner was made, except ``running``."""
