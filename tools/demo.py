@@ -56,7 +56,7 @@ def build_template(server: Server) -> int:
     say("template: building `base` from the root file system (once)")
     started = time.monotonic()
     arguments = ["template", "build", "base", "--rootfs", str(BASE_ROOTFS), "--memory", "512", "--disk", "4096"]
-    command = [sys.executable, "-m", "agentenv.cli.main", *arguments]
+    command = [sys.executable, "-m", "agentenv.cli", *arguments]
     status = subprocess.run(
         command, env=environment(server), cwd=REPO, stdin=subprocess.DEVNULL, check=False
     ).returncode
