@@ -53,7 +53,8 @@ class AnswerReader:
         self._head_only = head_only
         self._ends_with_connection = False
         self._headers: list[tuple[bytes, bytes]] = []
-        self._head_bytes = 0
+        self._field_bytes = 0
+        self._unread_bytes = 0  # fed since anything came of it; the parser holds on to unfinished fields
         self._body: list[bytes] = []
         self._parser = httptools.HttpResponseParser(self)
         # Only how a line ends is taken loosely: the answer is written anew, so nobody downstream is misled by it.
@@ -61,8 +62,7 @@ class AnswerReader:
 
     def feed(self, data: bytes) -> None:
         """Take in *data*. Raises `GuestGarbage` if that cannot be part of an answer."""
-        if self.head is None:
-            self._head_bytes += len(data)
+        self._unread_bytes += len(data)
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:
@@ -72,8 +72,8 @@ class AnswerReader:
             if not self.is_complete:
                 raise GuestGarbage(f"what the guest sent is not HTTP/1.1: {error.__context__ or error}") from error
             self.keep_alive = False  # the answer was whole, what follows it is not ours to understand
-        if self.head is None and self._head_bytes > MAX_HEAD_BYTES:
-            raise GuestGarbage("the head of the guest's answer is too large")
+        if self._unread_bytes > MAX_HEAD_BYTES and not self.is_complete and not self.is_switched:
+            raise GuestGarbage("the guest's answer has a head, a chunk's head or a trailer that is too large")
 
     def feed_eof(self) -> None:
         """The guest has closed: that is how a body without a length ends, and how any other breaks off."""
@@ -94,6 +94,9 @@ class AnswerReader:
             return  # a trailer: each hop frames for itself
         if len(self._headers) >= MAX_HEADERS:
             raise _TooMuch("too many headers")
+        self._field_bytes += len(name) + len(value)
+        if self._field_bytes > MAX_HEAD_BYTES:
+            raise _TooMuch("too large a head")
         self._headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
@@ -101,7 +104,7 @@ class AnswerReader:
         if 100 <= status < 200 and status != 101:
             self.is_continued = self.is_continued or status == 100
             self._headers = []
-            self._head_bytes = 0
+            self._unread_bytes = 0
             return
         if not 101 <= status <= 599:
             raise _TooMuch(f"{status} is not the status of an answer")
@@ -111,12 +114,14 @@ class AnswerReader:
         # The parser would wait for a body that HEAD does not get; every answer has a parser of its own.
         self.is_complete = self._head_only
         self.head = AnswerHead(status, self._headers)
+        self._unread_bytes = 0
 
     def on_body(self, body: bytes) -> None:
         if self.is_complete:
             raise _TooMuch("a body where there can be none")
         self._body.append(body)
         self.buffered_bytes += len(body)
+        self._unread_bytes = 0
 
     def on_message_complete(self) -> None:
         if self.head is not None and self.head.status != 101:

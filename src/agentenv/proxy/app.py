@@ -165,6 +165,7 @@ class Proxy:
         if body is None:
             raise Refused(errors.refused(400, "the length of the body is given twice, or in an unknown way", "invalid"))
         if target.port == AGENT_PORT and not agent_serves(target.path):
+            self._sandbox(target)  # one that is not there is not found, whatever is asked of it
             raise Refused(errors.not_served(target.path))
         take_over: TakeOver | None = (scope.get("extensions") or {}).get(UPGRADE)
         upgrade = upgrade_wanted(headers) if take_over is not None else None
@@ -172,7 +173,9 @@ class Proxy:
         if not body.has_body:
             await receive()  # the empty body; what comes next can only be the client's leaving
         for _ in range(_ATTEMPTS):
-            way = await self._way(target, shown, scope)
+            way, was_woken = await self._way(target, shown, scope)
+            if was_woken and not body.has_body and await _has_left(receive):
+                return None
             request = self._request(target, way, scope, body, upgrade, take_over)
             try:
                 return await self._exchange(way, target.port, request, receive, send)
@@ -184,26 +187,31 @@ class Proxy:
                 raise Refused(errors.failed(target, error)) from error
         raise Refused(errors.not_running(target, "starting and stopping"))
 
-    async def _way(self, target: ToSandbox, shown: Credentials, scope: Scope) -> Route:
-        """The route to the sandbox, which was woken if need be. Checks the caller first."""
-        for _ in range(_ATTEMPTS):
+    async def _way(self, target: ToSandbox, shown: Credentials, scope: Scope) -> tuple[Route, bool]:
+        """The route to the sandbox, and whether it was woken for it. Checks the caller first."""
+        for attempt in range(_ATTEMPTS):
             try:
                 way = self._node.route(target.sandbox_id)
             except NotFound:
                 raise Refused(errors.no_such_sandbox(target)) from None
             except Conflict:
+                way = None
+            if way is None or way.sandbox.state is State.PAUSING:
                 await self._wake(target, shown, scope)
                 continue
             if not may_pass(target.port, way.traffic_token, shown):
                 raise Refused(errors.token_required(target))
-            return way
+            return way, attempt > 0
         raise Refused(errors.not_running(target, "starting and stopping"))
 
-    async def _wake(self, target: ToSandbox, shown: Credentials, scope: Scope) -> None:
+    def _sandbox(self, target: ToSandbox) -> Sandbox:
         try:
-            sandbox = self._node.get(target.sandbox_id)
+            return self._node.get(target.sandbox_id)
         except NotFound:
             raise Refused(errors.no_such_sandbox(target)) from None
+
+    async def _wake(self, target: ToSandbox, shown: Credentials, scope: Scope) -> None:
+        sandbox = self._sandbox(target)
         tokens = self._node.tokens(sandbox)
         if not may_pass(target.port, tokens.traffic, shown):
             raise Refused(errors.token_required(target))
@@ -295,6 +303,16 @@ class Proxy:
             return message
 
         return hurried
+
+
+async def _has_left(receive: Receive) -> bool:
+    """Whether the client of a request without a body has gone by now."""
+    try:
+        async with asyncio.timeout(0):
+            message = await receive()
+    except TimeoutError:
+        return False
+    return bool(message["type"] == "http.disconnect")
 
 
 def _in_words(sandbox: Sandbox) -> str:

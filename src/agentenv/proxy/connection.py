@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Final, cast
 
 from agentenv.proxy.answer import AnswerHead, AnswerReader
+from agentenv.proxy.cut import cut
 from agentenv.proxy.errors import GuestGarbage, GuestGone
 
 BUFFER_BYTES: Final = 256 * 1024
@@ -125,8 +126,7 @@ class GuestConnection(asyncio.Protocol):
     def abort(self, error: Exception | None = None) -> None:
         """Cut the connection now. Whoever reads gets *error*."""
         self._error = self._error or error
-        if self._transport is not None:
-            self._transport.abort()
+        cut(self._transport)
         self._wake_all()
 
     def close(self) -> None:

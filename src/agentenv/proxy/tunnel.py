@@ -10,6 +10,7 @@ import asyncio
 from typing import Final, cast
 
 from agentenv.model.errors import Bug
+from agentenv.proxy.cut import cut
 
 _BUFFER_BYTES: Final = 256 * 1024
 
@@ -141,8 +142,7 @@ class End(asyncio.Protocol):
             self._transport.close()
 
     def abort(self) -> None:
-        if self._transport is not None:
-            self._transport.abort()
+        cut(self._transport)
 
     def _connected(self) -> asyncio.Transport:
         if self._transport is None:

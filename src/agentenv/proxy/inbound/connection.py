@@ -9,6 +9,7 @@ from typing import Any, Final, Protocol, cast
 
 from agentenv.aio.tasks import spawn
 from agentenv.proxy.asgi import ASGIApp
+from agentenv.proxy.cut import cut
 from agentenv.proxy.inbound.exchange import BUFFER_BYTES, Exchange, scope_of
 from agentenv.proxy.inbound.limits import ServerLimits
 from agentenv.proxy.inbound.reader import Broken, Data, End, Event, Head, RequestReader
@@ -208,8 +209,7 @@ class ClientConnection(asyncio.Protocol):
         return self._reader.leave()
 
     def cut(self) -> None:
-        if self._transport is not None:
-            self._transport.abort()
+        cut(self._transport)
 
     def default_headers(self) -> list[tuple[bytes, bytes]]:
         return self._server.default_headers
@@ -221,10 +221,10 @@ class ClientConnection(asyncio.Protocol):
         return self._transport is None or self._transport.is_closing()
 
     def _pace(self) -> None:
-        """Read only while there is room for what comes."""
+        """Stop reading only where a body must wait: who does not read does not see the client leave, either."""
         if self._raw is not None or self._transport is None or self._transport.is_closing():
             return
-        if self._broken is not None or len(self._exchanges) > 1 or (self._exchanges and self._exchanges[0].is_full):
+        if self._exchanges and self._exchanges[-1].is_full:
             self._pause_reading()
         elif self._reading_paused:
             self._reading_paused = False

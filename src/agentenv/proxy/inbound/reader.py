@@ -80,7 +80,7 @@ class RequestReader:
     @property
     def is_in_head(self) -> bool:
         """Whether a head has begun and is not complete."""
-        return self._in_head and self._head_bytes > 0
+        return self._in_head and self._unread_bytes > 0
 
     def feed(self, data: bytes) -> list[Event]:
         """Take in *data* and return what it completes."""
@@ -107,15 +107,14 @@ class RequestReader:
 
     def _begin(self) -> None:
         self._in_head = True
-        self._head_bytes = 0
+        self._unread_bytes = 0  # fed since anything came of it; the parser holds on to unfinished fields
         self._target = b""
         self._headers: list[tuple[bytes, bytes]] = []
         self._field_bytes = 0
         self._skips_head = False  # reads a head of our own making, for the sake of what follows it
 
     def _parse(self, data: bytes) -> None:
-        if self._in_head:
-            self._head_bytes += len(data)
+        self._unread_bytes += len(data)
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:
@@ -127,8 +126,8 @@ class RequestReader:
             else:
                 self._break(400, f"this is not an HTTP/1.1 request: {error}")
         else:
-            if self._in_head and self._head_bytes > self._limits.max_head_bytes:
-                self._break(431, "the head of the request is too large")
+            if self._unread_bytes > self._limits.max_head_bytes:
+                self._break(431, "the request has a head, a chunk's head or a trailer that is too large")
 
     def _break(self, status: int, message: str) -> None:
         self._is_broken = True
@@ -159,7 +158,7 @@ class RequestReader:
     def on_message_begin(self) -> None:
         if not self._skips_head:
             self._begin()
-            self._head_bytes = 1
+            self._unread_bytes = 1
 
     def on_url(self, part: bytes) -> None:
         if not self._skips_head:
@@ -177,12 +176,14 @@ class RequestReader:
 
     def on_headers_complete(self) -> None:
         self._in_head = False
+        self._unread_bytes = 0
         if self._skips_head:
             return
         head = self._checked()
         self._events.append(head)
 
     def on_body(self, body: bytes) -> None:
+        self._unread_bytes = 0
         self._events.append(Data(body))
 
     def on_message_complete(self) -> None:
@@ -190,7 +191,7 @@ class RequestReader:
             return  # see _upgrade
         self._skips_head = False
         self._in_head = True
-        self._head_bytes = 0
+        self._unread_bytes = 0
         self._events.append(End())
 
     def _hold(self, size_bytes: int) -> None:
