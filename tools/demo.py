@@ -16,6 +16,7 @@ from tests.running import HOMES, home_of
 from tests.server import Server, leaks
 
 PREFIX = "aed"
+NET = 113  # beside a server under test, and beside one with the default ranges
 LEFT = ("processes", "namespaces", "links", "mounts", "loops", "tables", "sockets")
 
 
@@ -24,7 +25,7 @@ def main() -> int:
     for older in HOMES.glob("demo-*"):
         if older != home:  # made with another guest or another QEMU: nothing of it loads any more
             shutil.rmtree(older)
-    server = Server(home=home, runtime=Path("/run/aenv-demo"), prefix=PREFIX)
+    server = Server(home=home, runtime=Path("/run/aenv-demo"), prefix=PREFIX, net=NET)
     shutil.rmtree(server.runtime, ignore_errors=True)
     started = time.monotonic()
     status = 1
