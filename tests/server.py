@@ -25,7 +25,7 @@ from tests.capabilities import GUEST_DIR, QEMU, REPO
 
 READY_S = 120.0
 # Off the default ranges, so that a server of the person at this machine goes on undisturbed.
-RANGES = 'veth_cidr = "10.112.0.0/16"\naddress_cidr = "10.111.0.0/16"\nname_prefix = "{prefix}"\n'
+NETWORK = 'name_prefix = "{prefix}"\naddress_cidr = "10.{net}.0.0/16"\nveth_cidr = "10.{veth_net}.0.0/16"\n'
 
 
 @dataclass
@@ -35,6 +35,7 @@ class Server:
     home: Path
     runtime: Path
     prefix: str = "aet"
+    net: int = 111  # second number of the range of its addresses; that of its links is the next
     port: int = 0
     extra: str = ""  # more TOML, whole sections
     environ: dict[str, str] = field(default_factory=dict)
@@ -58,11 +59,11 @@ class Server:
             f'[paths]\nhome = "{self.home}"\nruntime = "{self.runtime}"\n'
             f'[guest]\nimage_dir = "{GUEST_DIR}"\nca_bundle = "{_ca_bundle()}"\n'
             f'[vmm]\nqemu_binary = "{QEMU}"\n'
-            f"[network]\n{RANGES.format(prefix=self.prefix)}{self.extra}"
+            f"[network]\n{NETWORK.format(prefix=self.prefix, net=self.net, veth_net=self.net + 1)}{self.extra}"
         )
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "agentenv.cli.main", "server", "--config", str(config)],
+                [sys.executable, "-m", "agentenv.cli", "server", "--config", str(config)],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -120,7 +121,7 @@ class Server:
     def aenv(self, *arguments: str, stdin: bytes = b"", timeout_s: float = 600.0) -> subprocess.CompletedProcess[bytes]:
         """The command line, pointed at this server."""
         return subprocess.run(
-            [sys.executable, "-m", "agentenv.cli.main", *arguments],
+            [sys.executable, "-m", "agentenv.cli", *arguments],
             input=stdin,
             capture_output=True,
             check=False,

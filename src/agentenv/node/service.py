@@ -148,7 +148,10 @@ class NodeService:
         return await self._host.registry.change(known, egress=policy)
 
     def get(self, sandbox_id: str) -> Sandbox:
-        return self._host.registry.get(self._known(sandbox_id))
+        sandbox = self._host.registry.get(self._known(sandbox_id))
+        if sandbox.state is State.KILLING:
+            raise NotFound("no such sandbox")
+        return sandbox
 
     def sandboxes(self) -> Sequence[Sandbox]:
         visible = [s for s in self._host.registry.all() if s.state not in (State.KILLING, State.CREATING)]
