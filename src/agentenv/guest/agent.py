@@ -72,8 +72,8 @@ class HttpAgent:
     async def thaw(self, *, timeout_s: float) -> None:
         await self._bounded("POST", "/thaw", timeout_s)
 
-    async def metrics(self, *, timeout_s: float) -> GuestMetrics:
-        answer = await self._bounded("GET", "/metrics", timeout_s)
+    async def metrics(self, *, access_token: str | None, timeout_s: float) -> GuestMetrics:
+        answer = await self._bounded("GET", "/metrics", timeout_s, access_token=access_token)
         try:
             return GuestMetrics(
                 timestamp=int(answer["ts"]),
@@ -137,17 +137,27 @@ class HttpAgent:
             )
         return self._session
 
-    async def _bounded(self, method: str, path: str, timeout_s: float) -> Any:
+    async def _bounded(self, method: str, path: str, timeout_s: float, *, access_token: str | None = None) -> Any:
         try:
             async with asyncio.timeout(timeout_s):
-                return await self._call(method, path, secret=self._secret)
+                return await self._call(method, path, secret=self._secret, access_token=access_token)
         except TimeoutError as error:
             raise Unavailable(f"the guest agent did not answer {path} within {timeout_s:g} s") from error
         except _NotConnected as error:
             raise Unavailable(f"the guest agent cannot be reached: {error}") from error
 
-    async def _call(self, method: str, path: str, *, secret: str | None, body: dict[str, Any] | None = None) -> Any:
+    async def _call(
+        self,
+        method: str,
+        path: str,
+        *,
+        secret: str | None,
+        access_token: str | None = None,
+        body: dict[str, Any] | None = None,
+    ) -> Any:
         headers = {} if secret is None else {CONTROL_HEADER: secret}
+        if access_token is not None:
+            headers["X-Access-Token"] = access_token
         try:
             async with self._client().request(method, self._base_url + path, json=body, headers=headers) as answer:
                 if answer.status == 503:

@@ -180,7 +180,10 @@ class NodeService:
         return None
 
     async def metrics(self, sandbox_id: str) -> GuestMetrics:
-        return await live_of(self._host, self._known(sandbox_id)).agent.metrics(timeout_s=METRICS_TIMEOUT_S)
+        known = self._known(sandbox_id)
+        agent = live_of(self._host, known).agent
+        token = self.tokens(self.get(known)).envd
+        return await agent.metrics(access_token=token, timeout_s=METRICS_TIMEOUT_S)
 
     async def logs(self, sandbox_id: str, *, limit: int) -> Sequence[LogLine]:
         return await console.tail(self._host.run_dir(self.get(sandbox_id)), limit)

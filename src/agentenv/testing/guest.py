@@ -49,7 +49,7 @@ class FakeAgent:
     async def thaw(self, *, timeout_s: float) -> None:
         await self._step("thaw", timeout_s)
 
-    async def metrics(self, *, timeout_s: float) -> GuestMetrics:
+    async def metrics(self, *, access_token: str | None, timeout_s: float) -> GuestMetrics:
         await self._step("metrics", timeout_s)
         return GuestMetrics(0, 1, 0.0, 1 << 29, 1 << 27, 0, 1 << 30, 1 << 28)
 
