@@ -172,7 +172,7 @@ class QemuVmm:
             with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
                 await to_its_end("make run directory", asyncio.to_thread(_make_run_dir, plan, listener))
                 started = await self._spawner.spawn(
-                    line, netns=plan.netns, output=output.fileno(), inherit=[listener.fileno()]
+                    line, netns=plan.netns, output=output.fileno(), inherit=[listener.fileno()], interface=plan.tap
                 )
         except BaseException:
             output.close()

@@ -19,6 +19,7 @@ import logging
 import os
 import resource
 import signal
+import socket
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -63,17 +64,23 @@ class Spawner:
         self._oom_score_adj = oom_score_adj
 
     async def spawn(
-        self, argv: Sequence[str], *, netns: Path | None, output: int, inherit: Sequence[int] = ()
+        self,
+        argv: Sequence[str],
+        *,
+        netns: Path | None,
+        output: int,
+        inherit: Sequence[int] = (),
+        interface: str | None = None,
     ) -> Started:
         """Start *argv*, its first element a path, in *netns* (None: ours), and return once it executes.
 
         *output* becomes its standard output and error; each of *inherit* in turn
         becomes descriptor `FIRST_INHERITED` and up. The caller keeps its own copies.
-        Cancelled, the program is killed. Raises `Unsupported` when the program is
-        missing or not executable, `NotFound` for the namespace, `Exhausted` when the host has no
-        process or descriptor left.
+        Cancelled, the program is killed. Raises `NotFound` if there is no such namespace
+        or no *interface* in it, `Unsupported` when the program is missing or not
+        executable, `Exhausted` when the host has no process or descriptor left.
         """
-        started = self._threads.submit(self._start, list(argv), netns, output, list(inherit))
+        started = self._threads.submit(self._start, list(argv), netns, output, list(inherit), interface)
         try:
             return await asyncio.shield(asyncio.wrap_future(started))
         except asyncio.CancelledError:
@@ -84,8 +91,12 @@ class Spawner:
         """Wait for what is being started. Programs live on."""
         self._threads.shutdown()
 
-    def _start(self, argv: list[str], netns: Path | None, output: int, inherit: list[int]) -> Started:
+    def _start(
+        self, argv: list[str], netns: Path | None, output: int, inherit: list[int], interface: str | None
+    ) -> Started:
         with inside(netns):
+            if interface is not None:
+                _require_interface(interface, netns)
             pid = _posix_spawn(argv, output, inherit)
         # A child that nobody has reaped keeps its pid: neither of these can meet another process.
         pidfd = os.pidfd_open(pid)
@@ -131,6 +142,14 @@ def inside(netns: Path | None) -> Iterator[None]:
     finally:
         os.close(target)
         os.close(home)
+
+
+def _require_interface(name: str, netns: Path | None) -> None:
+    """QEMU makes a tap that is not there, and the guest would be cut off without anyone noticing."""
+    try:
+        socket.if_nametoindex(name)
+    except OSError as error:
+        raise NotFound(f"there is no interface {name} in {netns}") from error
 
 
 def _posix_spawn(argv: list[str], output: int, inherit: list[int]) -> int:
