@@ -7,24 +7,29 @@ when the caller gives up. What exists is removed, never opened, before it is
 written: an archive may hold a device node and then a file of the same name.
 
 Protocol: the archive on standard input; on standard output lines of JSON, first
-progress, at last ``{"done": ...}`` or ``{"error": kind, "message": ...}``.
+progress, at last ``{"done": ...}`` or ``{"error": kind, "message": ...}``. After
+``done`` it stays until nobody reads its output any more, since the caller finds the
+result under ``/proc/PID/root``. With ``memory`` that is a file system in memory, in a
+mount namespace of its own: it is gone with the process, however that ends.
 """
 
+import ctypes
 import errno
 import gzip
 import json
 import lzma
 import os
 import resource
+import select
 import shutil
 import stat
 import sys
 import tarfile
 import zlib
 from dataclasses import dataclass, field
-from typing import BinaryIO, Final, NoReturn, Protocol
+from typing import BinaryIO, Final, Protocol
 
-from agentenv.model.errors import AgentEnvError, Invalid, NoSpace
+from agentenv.model.errors import AgentEnvError, Invalid, NoSpace, Unsupported
 
 CHUNK_BYTES: Final = 1 << 20
 BLOCK_BYTES: Final = 4096
@@ -35,6 +40,9 @@ REPORT_EVERY_ENTRIES: Final = 1000
 KEPT_ATTRIBUTES: Final = ("security.capability", "user.")
 _ATTRIBUTE_PREFIX: Final = "SCHILY.xattr."
 _END_MARK: Final = bytes(512)
+_CLONE_NEWNS: Final = 0x0002_0000
+_MS_REC: Final = 0x4000
+_MS_PRIVATE: Final = 0x4_0000
 
 
 class _Readable(Protocol):
@@ -104,6 +112,8 @@ class Unpacking:
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise NoSpace(f"the disk is full while unpacking {path}") from error
+            if error.errno == errno.EOPNOTSUPP:
+                raise Unsupported(f"the file system here cannot hold what {path} has: {error.strerror}") from error
             raise Invalid(f"cannot unpack {path}: {error.strerror}") from error
         self._report()
 
@@ -234,6 +244,16 @@ def _say(**values: object) -> None:
     sys.stdout.flush()
 
 
+def _mount_memory(root: str, size_bytes: int) -> None:
+    """Mount a file system in memory on *root*, seen by this process alone."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    size = f"mode=755,size={size_bytes},nr_inodes={size_bytes // BLOCK_BYTES}"
+    if libc.unshare(_CLONE_NEWNS) == 0 and libc.mount(b"none", b"/", None, _MS_REC | _MS_PRIVATE, None) == 0:  # noqa: SIM102
+        if libc.mount(b"tmpfs", root.encode(), b"tmpfs", 0, size.encode()) == 0:
+            return
+    raise Unsupported(f"no file system in memory: {os.strerror(ctypes.get_errno())}")
+
+
 def _lock_in(root: str) -> None:
     os.chroot(root)
     os.chdir("/")
@@ -241,20 +261,32 @@ def _lock_in(root: str) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (ADDRESS_SPACE_BYTES, ADDRESS_SPACE_BYTES))
 
 
-def main() -> NoReturn:
-    """Unpack standard input into ``argv[1]``: at most ``argv[2]`` bytes in ``argv[3]`` entries."""
-    root, max_bytes, max_entries = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+def _wait_until_unread() -> None:
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)  # an error is reported whether asked for or not
+    poll.poll()
+
+
+def main() -> int:
+    """Unpack standard input into ``argv[1]``: at most ``argv[2]`` bytes in ``argv[3]`` entries.
+
+    ``argv[4]`` is the size in bytes of the file system in memory to put there first, 0 for none.
+    """
+    root, (max_bytes, max_entries, memory_bytes) = sys.argv[1], map(int, sys.argv[2:5])
     "".encode("idna")  # codecs are imported on first use, and there will be nothing to import from
-    _lock_in(root)
     unpacking = Unpacking(max_bytes, max_entries)
     try:
+        if memory_bytes:
+            _mount_memory(root, memory_bytes)
+        _lock_in(root)
         unpacking.run(sys.stdin.buffer)
     except AgentEnvError as error:
         _say(error=error.kind, message=error.message)
-        sys.exit(1)
+        return 1
     _say(done=True, entries=unpacking.entries, bytes=unpacking.content_bytes)
-    sys.exit(0)
+    _wait_until_unread()
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -32,10 +32,24 @@ def assert_sound(image: Path) -> None:
     assert checked.returncode == 0, checked.stdout + checked.stderr
 
 
+def assert_no_unpacker(folder: Path) -> None:
+    listed = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
+    assert str(folder) not in listed
+
+
 def leftovers(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir() if path.name.startswith("."))
 
 
+@pytest.fixture(params=["in memory", "on disk", "in too little memory"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each way of unpacking: the last begins in memory, finds it too small, and goes to the disk."""
+    size = {"in memory": 64 << 20, "on disk": 0, "in too little memory": 40 << 10}[request.param]
+    monkeypatch.setattr(rootfs, "_memory_for", lambda _max_bytes: size)
+
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.needs("mount")
 async def test_everything_that_a_root_holds_is_kept(tmp_path: Path) -> None:
     capability = b"\x01\x00\x00\x02\x00\x04\x00\x00" + bytes(12)
     owned = member("home/user/file", mode=0o640)
@@ -77,6 +91,7 @@ async def test_everything_that_a_root_holds_is_kept(tmp_path: Path) -> None:
     assert info.size_bytes == 64 << 20
     assert info.used_bytes < 1 << 20, "the hole of 8 MiB takes no space"
     assert leftovers(tmp_path) == []
+    assert_no_unpacker(tmp_path)
 
 
 async def test_a_folder_is_taken_as_it_is(tmp_path: Path) -> None:
@@ -338,7 +353,7 @@ async def test_a_cancelled_build_leaves_no_process(tmp_path: Path) -> None:
     at_work = asyncio.Event()
     read_end, write_end = os.pipe()
     with os.fdopen(read_end, "rb") as reading, os.fdopen(write_end, "wb", buffering=0) as writing:
-        command = [sys.executable, "-m", "agentenv.templates.unpack", str(root), "1000000", "10000"]
+        command = [sys.executable, "-m", "agentenv.templates.unpack", str(root), "1000000", "10000", "0"]
         building = asyncio.create_task(rootfs._run_unpacker(command, reading.fileno(), at_work.set))
         await asyncio.to_thread(writing.write, entries[: 1400 * 512])  # and then nothing: the unpacker waits for more
         async with asyncio.timeout(60):
@@ -348,5 +363,21 @@ async def test_a_cancelled_build_leaves_no_process(tmp_path: Path) -> None:
         with pytest.raises(asyncio.CancelledError):
             await building
 
-    listed = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
-    assert str(root) not in listed
+    assert_no_unpacker(tmp_path)
+
+
+@pytest.mark.needs("mount")
+async def test_an_unpacker_whose_caller_was_killed_ends(tmp_path: Path) -> None:
+    archive = make_tar(tmp_path / "root.tar", directory("etc"))
+    (tmp_path / "root").mkdir()
+    command = [sys.executable, "-m", "agentenv.templates.unpack", str(tmp_path / "root"), "1000000", "100", "1000000"]
+    with archive.open("rb") as data:
+        unpacker = subprocess.Popen(command, stdin=data, stdout=subprocess.PIPE)
+    assert unpacker.stdout is not None
+    assert b"done" in unpacker.stdout.readline()
+    assert unpacker.poll() is None, "it keeps what it unpacked"
+    assert Path(f"/proc/{unpacker.pid}/root/etc").is_dir()
+
+    unpacker.stdout.close()  # what the kernel does for a process that is killed
+
+    assert await asyncio.to_thread(unpacker.wait, 60) == 0
