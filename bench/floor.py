@@ -12,7 +12,6 @@ import json
 import os
 import shutil
 import socket
-import sqlite3
 import subprocess
 import time
 from ipaddress import IPv4Address
