@@ -85,6 +85,20 @@ def _mount() -> str | None:
     return None if done.returncode == 0 else f"cannot mount: {done.stderr.strip()}"
 
 
+def _cgroup2() -> str | None:
+    mounts = [line.split() for line in Path("/proc/self/mounts").read_text().splitlines()]
+    root = next((Path(fields[1]) for fields in mounts if fields[2] == "cgroup2"), None)
+    if root is None:
+        return "no cgroup2 file system is mounted"
+    probe = root / f"aenv-probe-{os.getpid()}"
+    try:
+        probe.mkdir()
+        probe.rmdir()
+    except OSError as error:
+        return f"no control group can be made in {root}: {error.strerror}"
+    return None
+
+
 def _pagemap_scan() -> str | None:
     release = tuple(int(part) for part in os.uname().release.split(".")[:2])
     return None if release >= (6, 7) else "the kernel is older than 6.7: no PAGEMAP_SCAN"
@@ -111,10 +125,12 @@ PROBES: Final[Mapping[str, Callable[[], str | None]]] = {
     "debugfs": _program("debugfs"),
     "cpio": _program("cpio"),
     "mount": _mount,
+    "cgroup2": _cgroup2,
     "pagemap-scan": _pagemap_scan,
     "netns": _network_namespaces,
     "nft": _nftables,
     "tun": _device("/dev/net/tun"),
+    "loop": _device("/dev/loop-control"),
     "fuse": _device("/dev/fuse"),
     "kvm": _device("/dev/kvm"),
     "envd": _envd,

@@ -180,10 +180,11 @@ def _check_version(layout: Layout) -> None:
 
 
 def _claim(layout: Layout, version: Path) -> None:
-    strangers = [e.name for e in layout.root.iterdir() if e.name not in {"lock", "temporary"} | _NOT_OURS]
+    unfinished = version.with_name("VERSION.new")
+    unfinished.unlink(missing_ok=True)
+    strangers = {entry.name for entry in layout.root.iterdir()} - {"lock"} - _NOT_OURS
     if strangers:
         raise Invalid(
             f"{layout.root} is not empty and not a data directory of ours", hint="give storage a directory of its own"
         )
-    layout.temporary.mkdir(mode=0o700, exist_ok=True)
-    replace_text(version, f"{LAYOUT_VERSION}\n", layout.new_temporary())
+    replace_text(version, f"{LAYOUT_VERSION}\n", unfinished)

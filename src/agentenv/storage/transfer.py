@@ -19,6 +19,9 @@ MOST_PIECES: Final = 1024
 """What the kernel takes in one call (IOV_MAX)."""
 
 
+_PIDS: Final = 1 << 22  # the kernel's own limit
+
+
 class Buffer:
     """Page-aligned memory of ours that the kernel may copy to and from."""
 
@@ -34,7 +37,7 @@ class Process:
     """One process by pid, told apart from a later one of the same number while this is open."""
 
     def __init__(self, pid: int) -> None:
-        if pid <= 0:
+        if not 0 < pid < _PIDS:
             raise Unavailable(f"there is no process {pid}")
         self.pid = pid
         try:

@@ -12,9 +12,9 @@ _PROGRAM = """
 import ctypes, mmap, os, sys
 def say(text): os.write(1, (text + "\\n").encode())
 def need(n):
-    data = b""
+    data = bytearray()
     while len(data) < n: data += os.read(0, n - len(data)) or os._exit(0)
-    return data
+    return bytes(data)
 def line():
     data = b""
     while not data.endswith(b"\\n"): data += os.read(0, 1) or os._exit(0)
@@ -37,16 +37,25 @@ for length in pieces or [size]:
     offset += length
 def address(offset):
     return next(at + offset - first for first, at, length in starts if first <= offset < first + length)
+def parts(offset, length):
+    while length:
+        step = next(min(length, first + size - offset) for first, at, size in starts if first <= offset < first + size)
+        yield address(offset), step
+        offset, length = offset + step, length - step
 say("ready")
 while True:
     verb, *numbers = line().split()
     numbers = [int(n) for n in numbers]
     if verb == "read":
         say("ok")
-        os.write(1, ctypes.string_at(address(numbers[0]), numbers[1]))
+        for at, length in parts(*numbers):
+            data = ctypes.string_at(at, length)
+            while data: data = data[os.write(1, data):]
     elif verb == "write":
         data = need(numbers[1])
-        ctypes.memmove(address(numbers[0]), data, numbers[1])
+        for at, length in parts(*numbers):
+            ctypes.memmove(at, data[:length], length)
+            data = data[length:]
         say("ok")
     elif verb == "touch":
         for i in range(numbers[0], numbers[1], 4096): ctypes.string_at(address(i), 1)
@@ -104,7 +113,9 @@ class MemoryGuest:
 
     def write(self, offset: int, data: bytes) -> None:
         assert self._child.stdin is not None
-        self._child.stdin.write(f"write {offset} {len(data)}\n".encode() + data)
+        left = memoryview(f"write {offset} {len(data)}\n".encode() + data)
+        while left:
+            left = left[self._child.stdin.write(left) :]
         assert self._line() == "ok"
 
     def touch(self, start: int, end: int) -> None:
