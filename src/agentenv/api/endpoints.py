@@ -13,6 +13,7 @@ from starlette.responses import Response
 
 from agentenv.api.auth import Authorise
 from agentenv.api.body import Wire
+from agentenv.api.queries import refuse_repeats
 from agentenv.api.responses import Error
 
 Handler: TypeAlias = Callable[..., Awaitable[Response]]
@@ -63,7 +64,7 @@ class Endpoints:
 
     def __init__(self, router: APIRouter, authorise: Authorise) -> None:
         self._router = router
-        self._guard = [Depends(authorise)]
+        self._guard = [Depends(authorise), Depends(refuse_repeats)]
 
     def add(
         self,

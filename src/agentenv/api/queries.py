@@ -7,11 +7,12 @@ next thing a client does with a list may be to delete what is in it.
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Annotated, Final, Literal, Self
+from typing import Annotated, Final, Literal, Self, TypeAlias
 from urllib.parse import unquote, unquote_plus
 
-from pydantic import AwareDatetime, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AwareDatetime, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 from pydantic_core import PydanticCustomError
+from starlette.requests import Request
 
 from agentenv.api.fields import REFERENCE
 from agentenv.api.paging import MAX_PAGE, Order
@@ -32,6 +33,17 @@ def _instant(value: object) -> object:
     return value.replace(" ", "+")
 
 
+_REPEATABLE: Final = frozenset({"state", "sandbox_ids"})
+
+
+async def refuse_repeats(request: Request) -> None:
+    """Raises `Invalid` for a parameter given twice: one of the two would be ignored."""
+    names = [name for name, _ in request.query_params.multi_items() if name not in _REPEATABLE]
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise Invalid(f"query parameter {twice[:40]!r} is given more than once")
+
+
 class Query(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
 
@@ -41,7 +53,9 @@ class Page(Query):
     next_token: str | None = Field(None, alias="nextToken", max_length=512, description="From `X-Next-Token`.")
 
 
-MetadataFilter = Annotated[
+# Also taken when the parameter is repeated.
+CommaList: TypeAlias = Annotated[list[str], WithJsonSchema({"type": "string"})]
+MetadataFilter: TypeAlias = Annotated[
     str | None,
     Field(
         max_length=65536,
@@ -57,7 +71,7 @@ class RunningSandboxes(Query):
 
 class Sandboxes(Page):
     metadata: MetadataFilter = None
-    state: list[str] = Field([], description="`running`, `paused` or both with a comma; both if left out.")
+    state: CommaList = Field([], description="`running`, `paused` or both with a comma; both if left out.")
     order: Order = Field("desc", description="By start.")
     started_after: Annotated[AwareDatetime | None, BeforeValidator(_instant)] = Field(None, alias="startedAfter")
     template: str | None = Field(None, max_length=400, description="Id or name.")
@@ -86,7 +100,7 @@ class Period(Query):
 
 
 class SandboxIds(Query):
-    sandbox_ids: list[str] = Field(description=f"With commas between; {MAX_METRIC_IDS} at most.")
+    sandbox_ids: CommaList = Field(description=f"With commas between; {MAX_METRIC_IDS} at most.")
 
     def ids(self) -> list[str]:
         ids = list(dict.fromkeys(one for part in self.sandbox_ids for one in part.split(",") if one))

@@ -117,6 +117,7 @@ async def test_sandboxes_of_a_deleted_template_are_still_found_by_its_name(
         "limit=0", "limit=101", "limit=-1", "limit=x", "limit=1.5", "limit=", "nextToken=x", "nextToken=" + "a" * 600,
         "order=up", "state=error", "state=Running", "startedAfter=yesterday", "startedAfter=1700000000",
         "startedAfter=2026-01-01T00:00:00", "nonsense=1", "Limit=1", "metadata=a%3D1%26a%3D2", "template=" + "x" * 401,
+        "metadata=a%3D1&metadata=b%3D2", "limit=1&limit=2", "order=asc&order=asc",
     ],
 )  # fmt: skip
 async def test_a_query_that_cannot_be_answered_is_refused_not_ignored(
