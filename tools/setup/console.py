@@ -15,6 +15,7 @@ TICK_S = 0.2
 PLAIN_LINE_EVERY_S = 20.0
 LIMIT_S = 2400.0
 TAIL_LINES = 25
+LINE_CHARACTERS = 100
 UNREACHABLE = re.compile(
     r"could ?n[o']t resolve|temporary failure (in name )?resolv|name or service not known|network is unreachable"
     r"|connection (timed out|refused|reset)|failed to establish a new connection|no route to host|proxy tunnel"
@@ -91,9 +92,9 @@ def _moving_line(text: str) -> None:
 def _last_line(log: Path) -> str:
     with log.open("rb") as file:
         file.seek(0, os.SEEK_END)
-        file.seek(max(0, file.tell() - 400))
+        file.seek(max(0, file.tell() - 4000))
         lines = file.read().decode(errors="replace").replace("\r", "\n").split("\n")
-    return next((line.strip() for line in reversed(lines) if line.strip()), "")
+    return next((line.strip()[:LINE_CHARACTERS] for line in reversed(lines) if line.strip()), "")
 
 
 def _failure(what: str, registry: str, status: int, log: Path) -> SetupError:
