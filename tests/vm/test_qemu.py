@@ -278,7 +278,7 @@ class TestProcess:
         monkeypatch.setenv("AENV_SOME_SECRET", "do not tell")
         ours = Path(__file__).stat().st_ino
         with Path(__file__).open() as held:
-            os.set_inheritable(held.fileno(), False)
+            os.set_inheritable(held.fileno(), True)
             instance = await vmm.restore(lab.restore_plan(template), template.state, no_preparation)
 
         environment = Path(f"/proc/{instance.process.pid}/environ").read_bytes()

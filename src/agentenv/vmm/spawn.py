@@ -165,6 +165,9 @@ def _posix_spawn(argv: list[str], output: int, inherit: list[int]) -> int:
             # Copied high first: a source may have the number that another is to get.
             moved.append(fcntl.fcntl(source, fcntl.F_DUPFD_CLOEXEC, _ABOVE))
             _check(_libc.posix_spawn_file_actions_adddup2(actions, moved[-1], number))
+        if hasattr(_libc, "posix_spawn_file_actions_addclosefrom_np"):  # glibc 2.34
+            # Ours close on exec anyway; this is for what some library has left open.
+            _check(_libc.posix_spawn_file_actions_addclosefrom_np(actions, FIRST_INHERITED + len(inherit)))
         pid = ctypes.c_int()
         code = _libc.posix_spawn(
             ctypes.byref(pid), os.fsencode(argv[0]), actions, attributes, _strings(argv), _strings(_environment())
