@@ -21,6 +21,8 @@ root=$1
 chroot "$root" useradd --create-home --uid 1000 --shell /bin/bash user
 printf 'user ALL=(ALL:ALL) NOPASSWD: ALL\n' >"$root/etc/sudoers.d/user"
 chmod 0440 "$root/etc/sudoers.d/user"
+# The SDK runs each command in a login shell: that one need not start a process to learn who it is.
+sed -i 's/"$(id -u)"/"${EUID:-$(id -u)}"/' "$root/etc/profile"
 # What a sandbox writes at start; empty here so that no two sandboxes share what the build had.
 : >"$root/etc/machine-id"
 printf 'sandbox\n' >"$root/etc/hostname"
