@@ -72,7 +72,8 @@ fn stop_signal() -> io::Result<oneshot::Receiver<()>> {
     let signals = Blocked::new(&[Signal::TERM, Signal::INT].map(Signal::as_raw))?;
     let (sender, receiver) = oneshot::channel();
     std::thread::spawn(move || {
-        signals.wait(None);
+        // A wait also ends, with nothing, when the process was stopped and goes on.
+        while signals.wait(None).is_none() {}
         let _ = sender.send(());
     });
     Ok(receiver)

@@ -22,6 +22,10 @@ const URL_SAFE: GeneralPurpose = GeneralPurpose::new(&alphabet::URL_SAFE, LENIEN
 /// # Errors
 /// `invalid_argument` with what is wrong and where.
 pub fn parse<T: DeserializeOwned>(payload: &[u8]) -> Result<T, RpcError> {
+    // The parser would take a list for the fields of a message in their order.
+    if payload.trim_ascii_start().first() != Some(&b'{') {
+        return Err(RpcError::invalid("the message is not a JSON object"));
+    }
     serde_json::from_slice(payload)
         .map_err(|e| RpcError::invalid(format!("the message is not valid JSON for this call: {e}")))
 }

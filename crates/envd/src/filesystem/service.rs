@@ -29,7 +29,7 @@ pub(crate) async fn call(app: Rc<App>, method: &str, request: Request<Incoming>)
         "MakeDir" => rpc::unary(request, async |body| caller?.make_directory(body).await).await,
         "Move" => rpc::unary(request, async |body| caller?.rename(body).await).await,
         "Remove" => rpc::unary(request, async |body| caller?.remove(body).await).await,
-        "WatchDir" => rpc::streaming(request, async |request| watch(&app, caller?, request).await).await,
+        "WatchDir" => rpc::streaming(request, async |request| watch(&app, caller, request).await).await,
         "CreateWatcher" => rpc::unary(request, async |body| create_watcher(&app, caller?, body).await).await,
         "GetWatcherEvents" => rpc::unary(request, async |body| watcher_events(&app, body)).await,
         "RemoveWatcher" => rpc::unary(request, async |body| remove_watcher(&app, body)).await,
@@ -95,9 +95,14 @@ impl Caller {
     }
 }
 
-async fn watch(app: &Rc<App>, caller: Caller, request: Request<Incoming>) -> Result<Answer, RpcError> {
-    let options = rpc::StreamOptions::of(request.headers())?;
-    let message: WatchRequest = rpc::single_message(request.into_body()).await?;
+async fn watch(
+    app: &Rc<App>,
+    caller: Result<Caller, RpcError>,
+    request: Request<Incoming>,
+) -> Result<Answer, RpcError> {
+    let (headers, message) = rpc::single_message::<WatchRequest>(request).await?;
+    let caller = caller?;
+    let options = rpc::StreamOptions::of(&headers)?;
     let path = caller.resolve(&message.path)?;
     let watcher = Watcher::start(&app.watchers, caller.user.credentials, path, &message).await?;
     Ok(answer::stream(WatchStream::new(watcher, options.keepalive, options.deadline)))

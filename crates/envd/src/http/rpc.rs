@@ -93,12 +93,23 @@ impl StreamOptions {
     }
 }
 
-/// The one message of a call that streams only its answer.
+/// The one message of a call that streams only its answer, and the headers it came with.
 ///
 /// # Errors
 /// `invalid_argument` unless there is exactly one.
-pub(crate) async fn single_message<T: DeserializeOwned>(body: Incoming) -> Result<T, RpcError> {
+pub(crate) async fn single_message<T: DeserializeOwned>(
+    request: Request<Incoming>,
+) -> Result<(HeaderMap, T), RpcError> {
+    let (parts, body) = request.into_parts();
     let mut messages = MessageReader::new(body);
+    let message = only_message(&mut messages).await;
+    if message.is_err() {
+        messages.drain_in_background();
+    }
+    Ok((parts.headers, message?))
+}
+
+async fn only_message<T: DeserializeOwned>(messages: &mut MessageReader) -> Result<T, RpcError> {
     let Some(first) = messages.next().await? else {
         return Err(RpcError::invalid("the request has no message"));
     };

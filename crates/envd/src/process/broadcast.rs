@@ -55,7 +55,6 @@ struct Subscriber {
     waker: Option<Waker>,
     /// When it last took a frame, or had none to take.
     moved: Instant,
-    cut_off: bool,
 }
 
 /// What a subscriber gets.
@@ -79,7 +78,7 @@ impl Broadcast {
         let id = inner.next_id;
         inner.next_id += 1;
         let next = inner.end();
-        inner.subscribers.push(Subscriber { id, next, waker: None, moved: Instant::now(), cut_off: false });
+        inner.subscribers.push(Subscriber { id, next, waker: None, moved: Instant::now() });
         drop(inner);
         Subscription { broadcast: self.clone(), id }
     }
@@ -133,25 +132,23 @@ impl Broadcast {
         slowest.min()
     }
 
+    /// Forgets who has stalled: that is how they learn of it.
     fn cut_off_stalled(&self, now: Instant) {
         let mut inner = self.inner.borrow_mut();
-        let (first, end) = (inner.first, inner.end());
-        for subscriber in &mut inner.subscribers {
-            if subscriber.next == first && subscriber.moved + STALL_LIMIT <= now {
-                subscriber.cut_off = true;
-                // It holds nothing any more.
-                subscriber.next = end;
-                if let Some(waker) = subscriber.waker.take() {
-                    waker.wake();
-                }
+        let first = inner.first;
+        inner.subscribers.retain_mut(|subscriber| {
+            let stalled = subscriber.next == first && subscriber.moved + STALL_LIMIT <= now;
+            if stalled && let Some(waker) = subscriber.waker.take() {
+                waker.wake();
             }
-        }
+            !stalled
+        });
         self.trim(&mut inner);
     }
 
     /// Drops what nobody will take.
     fn trim(&self, inner: &mut Inner) {
-        let needed = inner.subscribers.iter().filter(|s| !s.cut_off).map(|s| s.next).min().unwrap_or(u64::MAX);
+        let needed = inner.subscribers.iter().map(|s| s.next).min().unwrap_or(u64::MAX);
         let mut freed = 0;
         while inner.first < needed {
             let Some(frame) = inner.frames.pop_front() else { break };
@@ -170,9 +167,6 @@ impl Broadcast {
         let (first, end, finished) = (inner.first, inner.end(), inner.finished);
         let Some(at) = inner.subscribers.iter().position(|s| s.id == id) else { return Poll::Ready(Item::CutOff) };
         let subscriber = &mut inner.subscribers[at];
-        if subscriber.cut_off {
-            return Poll::Ready(Item::CutOff);
-        }
         if subscriber.next == end {
             if finished {
                 return Poll::Ready(Item::Finished);

@@ -33,9 +33,9 @@ pub(crate) async fn call(app: Rc<App>, method: &str, request: Request<Incoming>)
 }
 
 async fn start_process(app: &Rc<App>, request: Request<Incoming>) -> Result<Answer, RpcError> {
-    let user = app.rpc_user(request.headers())?;
-    let options = rpc::StreamOptions::of(request.headers())?;
-    let message: StartRequest = rpc::single_message(request.into_body()).await?;
+    let (headers, message) = rpc::single_message::<StartRequest>(request).await?;
+    let user = app.rpc_user(&headers)?;
+    let options = rpc::StreamOptions::of(&headers)?;
     // A task of its own: a client that leaves now must not leave half a process behind.
     let starting = tokio::task::spawn_local(start(app.clone(), user, message, options.deadline));
     let (process, subscription) = starting.await.map_err(|e| RpcError::internal(e.to_string()))??;
@@ -43,9 +43,9 @@ async fn start_process(app: &Rc<App>, request: Request<Incoming>) -> Result<Answ
 }
 
 async fn connect(app: &Rc<App>, request: Request<Incoming>) -> Result<Answer, RpcError> {
-    app.rpc_user(request.headers())?;
-    let options = rpc::StreamOptions::of(request.headers())?;
-    let message: SelectRequest = rpc::single_message(request.into_body()).await?;
+    let (headers, message) = rpc::single_message::<SelectRequest>(request).await?;
+    app.rpc_user(&headers)?;
+    let options = rpc::StreamOptions::of(&headers)?;
     let process = app.processes.find(&message.process.selector()?)?;
     let subscription = process.broadcast.subscribe();
     Ok(answer::stream(EventStream::new(process.pid, subscription, options.keepalive, options.deadline)))

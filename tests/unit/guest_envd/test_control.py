@@ -1,0 +1,318 @@
+"""The calls of the node: init, freeze and thaw, and who may make them."""
+
+import json
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.unit.guest_envd.agent import SECRET, Agent, Json, running, wait_until
+from tests.unit.guest_envd.conftest import USER_ID
+
+pytestmark = pytest.mark.needs("root", "envd")
+
+CONTROL = [
+    ("POST", "/init"),
+    ("POST", "/freeze"),
+    ("POST", "/thaw"),
+    ("POST", "/sync"),
+    ("POST", "/shutdown"),
+    ("GET", "/agent"),
+]
+
+
+@pytest.fixture
+def fresh(envd_binary: Path) -> Iterator[Agent]:
+    with running([envd_binary, "serve", "--port", "0", "--no-cgroup"]) as agent:
+        yield agent
+
+
+def test_the_first_init_is_trusted_and_after_it_the_secret_is_needed(fresh: Agent) -> None:
+    assert fresh.request("POST", "/freeze").status == 401
+    assert fresh.request("POST", "/init", json.dumps({"controlSecret": SECRET, "accessToken": "tok"})).status == 204
+    for method, path in CONTROL:
+        for headers in ({}, {"X-Agentenv-Control": "wrong"}, {"X-Agentenv-Control": ""}, {"X-Access-Token": "tok"}):
+            answer = fresh.request(method, path, b"{}", headers)
+            assert (answer.status, answer.json()["code"]) == (401, 401), (path, headers)
+    assert fresh.control("/init", {}).status == 204
+
+
+def test_without_a_secret_no_second_control_call_is_possible(fresh: Agent) -> None:
+    assert fresh.request("POST", "/init", b"").status == 204
+    for method, path in CONTROL:
+        assert fresh.request(method, path, b"{}", {"X-Agentenv-Control": ""}).status == 401
+
+
+def test_a_rotated_secret_replaces_the_one_before(fresh: Agent) -> None:
+    fresh.init()
+    assert fresh.control("/init", {"controlSecret": "next"}).status == 204
+    assert fresh.control("/sync").status == 401
+    assert fresh.control("/sync", secret="next").status == 204
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"timestamp": "yesterday"},
+        {"entropy": "c2hvcnQ="},
+        {"entropy": "***"},
+        {"machineId": "xyz"},
+        {"machineId": "g" * 32},
+        {"controlSecret": ""},
+        {"defaultWorkdir": "relative"},
+        {"defaultUser": "../x"},
+        {"defaultUser": "a:b"},
+        {"envVars": {"A=B": "c"}},
+        {"envVars": {"A": "b\0c"}},
+        {"envVars": {"A": 5}},
+        {"caBundle": "no certificate"},
+        {"thaw": "yes"},
+    ],
+)
+def test_an_init_that_makes_no_sense_changes_nothing(fresh: Agent, fields: Json) -> None:
+    answer = fresh.control("/init", {"accessToken": "tok", **fields})
+    assert (answer.status, answer.json()["code"]) == (400, 400)
+    assert fresh.request("GET", "/envs").status == 200, "the token was not taken"
+    assert fresh.request("POST", "/init", b"").status == 204, "it was not the first init"
+
+
+def test_a_step_that_fails_is_named(fresh: Agent) -> None:
+    answer = fresh.control("/init", {"defaultUser": "not-there"})
+    assert answer.status == 500
+    assert "defaultUser" in answer.json()["message"]
+
+
+def test_an_init_over_the_limit_is_refused(fresh: Agent) -> None:
+    assert fresh.control("/init", {"envVars": {"A": "x" * (5 << 20)}}).status == 413
+
+
+def test_the_agent_tells_about_itself(fresh: Agent) -> None:
+    fresh.init()
+    told = fresh.request("GET", "/agent", headers={"X-Agentenv-Control": SECRET}).json()
+    assert told["pid"] == fresh.process.pid
+    assert (told["frozen"], told["processes"], told["version"]) == (False, 0, "0.1.0")
+    assert told["uptimeMs"] >= 0
+
+
+def test_a_daemon_without_control_groups_cannot_freeze_and_on_a_host_not_shut_down(fresh: Agent) -> None:
+    fresh.init()
+    for path in ("/freeze", "/thaw", "/shutdown"):
+        assert fresh.control(path).status == 501
+
+
+def test_wrong_command_lines_are_told(envd_binary: Path) -> None:
+    for arguments in ([], ["serve"], ["serve", "--port", "x"], ["daemon"], ["what"]):
+        done = subprocess.run([envd_binary, *arguments], capture_output=True, text=True, check=False)
+        assert done.returncode == 2
+        assert "usage: envd serve" in done.stderr
+
+
+@pytest.mark.needs("cgroup2")
+class TestFreezing:
+    """With control groups: what is frozen stands still, and the daemon goes on."""
+
+    @pytest.fixture
+    def agent(self, envd_binary: Path) -> Iterator[Agent]:
+        with running([envd_binary, "serve", "--port", "0"]) as agent:
+            agent.init()
+            yield agent
+        assert list(Path("/sys/fs/cgroup").rglob(f"aenv-{agent.process.pid}")) == []
+
+    def test_a_frozen_process_stands_still_until_it_is_thawed(self, agent: Agent) -> None:
+        with agent.start("/bin/sh", "-c", "while :; do echo tick; done") as stream:
+            pid = stream.started()
+            stream.until_output(b"tick")
+            assert agent.control("/freeze").status == 204
+            assert told(agent)["frozen"] is True
+            assert "frozen 1" in events_of(pid)
+            used = cpu_ticks(pid)
+            assert agent.call("process.Process/List", {})["processes"][0]["pid"] == pid
+            assert agent.call("filesystem.Filesystem/Stat", {"path": "/"})["entry"]["name"] == "/"
+            assert cpu_ticks(pid) == used
+            assert agent.control("/thaw").status == 204
+            assert told(agent)["frozen"] is False
+            wait_until(lambda: cpu_ticks(pid) > used)
+            agent.call("process.Process/SendSignal", {"process": {"pid": pid}, "signal": "SIGNAL_SIGKILL"})
+
+    def test_freezing_and_thawing_twice_is_fine(self, agent: Agent) -> None:
+        for path in ("/freeze", "/freeze", "/thaw", "/thaw"):
+            assert agent.control(path).status == 204
+
+    def test_a_frozen_process_can_be_killed(self, agent: Agent) -> None:
+        with agent.start("sleep", "60") as stream:
+            pid = stream.started()
+            agent.control("/freeze")
+            agent.call("process.Process/SendSignal", {"process": {"pid": pid}, "signal": "SIGNAL_SIGKILL"})
+            assert stream.outcome(pid).end["status"] == "signal: killed"
+        agent.control("/thaw")
+
+    def test_a_start_waits_for_the_thaw(self, agent: Agent) -> None:
+        agent.control("/freeze")
+        connection = agent.connection()
+        body = b'\0\0\0\0\x1d{"process":{"cmd":"/bin/true"}}'
+        body = body[:4] + bytes([len(body) - 5]) + body[5:]
+        connection.request("POST", "/process.Process/Start", body, {"Content-Type": "application/connect+json"})
+        assert agent.call("process.Process/List", {}) == {"processes": []}
+        agent.control("/thaw")
+        assert connection.getresponse().read().endswith(b"\x02\x00\x00\x00\x02{}")
+        connection.close()
+
+    def test_an_init_thaws_unless_told_otherwise_or_it_fails(self, agent: Agent) -> None:
+        agent.control("/freeze")
+        agent.init(thaw=False)
+        assert told(agent)["frozen"] is True
+        assert agent.control("/init", {"defaultUser": "not-there"}).status == 500
+        assert agent.control("/init", {"machineId": "x"}).status == 400
+        assert told(agent)["frozen"] is True
+        agent.init()
+        assert told(agent)["frozen"] is False
+
+    def test_a_tree_is_killed_with_all_it_ever_started(self, agent: Agent) -> None:
+        script = "setsid sleep 71 & (setsid sh -c 'setsid sleep 72 & exec sleep 73') & sleep 0.2; echo on; wait"
+        with agent.start("/bin/sh", "-c", script, stdin=False) as stream:
+            pid = stream.started()
+            stream.until_output(b"on")
+            group = group_of(pid)
+            assert len((group / "cgroup.procs").read_text().split()) >= 4
+            kill = {"process": {"pid": pid}, "signal": "SIGNAL_SIGKILL", "tree": True}
+            agent.call("process.Process/SendSignal", kill)
+            stream.outcome(pid)
+            wait_until(lambda: not group.exists() or "populated 0" in (group / "cgroup.events").read_text())
+
+    def test_a_kill_reaches_the_jobs_of_an_interactive_shell(self, agent: Agent) -> None:
+        terminal = {"size": {"cols": 80, "rows": 24}}
+        with agent.start("/bin/bash", "--norc", "-i", "-m", pty=terminal) as stream:
+            pid = stream.started()
+            text = {
+                "pty": "KHRyYXAgJycgSFVQOyBleGVjIHNsZWVwIDgxKSAmIGVjaG8gcGlkPSQhPQo="
+            }  # (trap '' HUP; exec sleep 81) & echo pid=$!=
+            agent.call("process.Process/SendInput", {"process": {"pid": pid}, "input": text})
+            group = group_of(pid)
+            wait_until(lambda: len((group / "cgroup.procs").read_text().split()) == 2)
+            agent.call("process.Process/SendSignal", {"process": {"pid": pid}, "signal": "SIGNAL_SIGKILL"})
+            stream.outcome(pid)
+            wait_until(lambda: not group.exists() or "populated 0" in (group / "cgroup.events").read_text())
+
+    def test_groups_of_ended_processes_are_used_again(self, agent: Agent) -> None:
+        group = None
+        for _ in range(30):
+            assert agent.run("/bin/true").end["exitCode"] == 0
+        with agent.start("sleep", "60") as stream:
+            group = group_of(stream.started()).parent
+            leaves = [entry for entry in os.scandir(group) if entry.is_dir()]
+            assert len(leaves) == 1
+
+
+def told(agent: Agent) -> Json:
+    answer: Json = agent.request("GET", "/agent", headers={"X-Agentenv-Control": SECRET}).json()
+    return answer
+
+
+def group_of(pid: int) -> Path:
+    (line,) = [line for line in Path(f"/proc/{pid}/cgroup").read_text().splitlines() if line.startswith("0::")]
+    mounts = [line.split() for line in Path("/proc/self/mounts").read_text().splitlines()]
+    root = next(fields[1] for fields in mounts if fields[2] == "cgroup2")
+    return Path(root) / line.removeprefix("0::/")
+
+
+def events_of(pid: int) -> str:
+    return (group_of(pid).parent.parent / "cgroup.events").read_text()
+
+
+def cpu_ticks(pid: int) -> int:
+    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    return int(fields[11]) + int(fields[12])
+
+
+CERTIFICATE = "-----BEGIN CERTIFICATE-----\n{}\n-----END CERTIFICATE-----"
+
+
+@pytest.mark.needs("mount")
+class TestIdentity:
+    """In a root of its own the agent may change who the machine is."""
+
+    @pytest.fixture
+    def root(self, envd_binary: Path, tmp_path: Path) -> Path:
+        root = tmp_path / "root"
+        for name in ("dev", "proc"):
+            (root / name).mkdir(parents=True)
+        (root / "envd").write_bytes(envd_binary.read_bytes())
+        (root / "envd").chmod(0o755)
+        return root
+
+    @pytest.fixture
+    def agent(self, root: Path) -> Iterator[Agent]:
+        script = f"mount --bind /dev {root}/dev; exec chroot {root} /envd serve --port 0 --no-cgroup --identity"
+        command = ["unshare", "--mount", "--uts", "--propagation", "private", "/bin/sh", "-ec", script]
+        with running(command) as agent:
+            yield agent
+
+    def test_an_empty_image_gets_a_name_an_id_and_a_user(self, agent: Agent, root: Path) -> None:
+        agent.init(hostname="My Sandbox_1", machineId="0123456789ABCDEF" * 2, defaultUser="user", sandboxId="x")
+        etc = root / "etc"
+        assert (etc / "hostname").read_text() == "my-sandbox-1\n"
+        assert [line.split()[:2] for line in (etc / "hosts").read_text().splitlines()] == [
+            ["127.0.0.1", "localhost"],
+            ["127.0.1.1", "my-sandbox-1"],
+        ]
+        assert (etc / "machine-id").read_text() == "0123456789abcdef" * 2 + "\n"
+        assert (etc / "passwd").read_text() == "root:x:0:0:root:/root:/bin/sh\nuser:x:1000:1000::/home/user:/bin/sh\n"
+        assert (etc / "group").read_text() == "user:x:1000:\n"
+        assert not (etc / "shadow").exists()
+        assert (root / "home/user").stat().st_uid == USER_ID
+        assert agent.request("POST", "/files?path=f", b"x", {"Content-Type": "application/octet-stream"}).status == 200
+        assert (root / "home/user/f").stat().st_uid == USER_ID
+
+    def test_nothing_is_written_when_all_is_as_it_should_be(self, agent: Agent, root: Path) -> None:
+        fields = {"hostname": "a", "machineId": "0" * 32, "defaultUser": "user", "caBundle": CERTIFICATE.format("AAAA")}
+        agent.init(**fields)
+        before = {path: path.stat().st_ino for path in root.rglob("etc/**/*") if path.is_file()}
+        agent.init(**fields)
+        assert {path: path.stat().st_ino for path in root.rglob("etc/**/*") if path.is_file()} == before
+        agent.init(hostname="b")
+        assert (root / "etc/hosts").read_text().count("127.0.1.1") == 1
+
+    def test_accounts_and_lines_of_the_image_are_kept(self, agent: Agent, root: Path) -> None:
+        etc = root / "etc"
+        etc.mkdir()
+        (etc / "passwd").write_text("root:x:0:0::/root:/bin/bash\nother:x:1000:1000::/:/bin/sh")
+        (etc / "shadow").write_text("root:*:1:0:99999:7:::\n")
+        (etc / "shadow").chmod(0o640)
+        (etc / "hosts").write_text("10.0.0.1 db\n127.0.0.1 localhost x\n")
+        agent.init(hostname="x", defaultUser="user")
+        assert (etc / "passwd").read_text().splitlines()[1:] == [
+            "other:x:1000:1000::/:/bin/sh",
+            "user:x:1001:1001::/home/user:/bin/sh",
+        ]
+        assert (etc / "shadow").read_text().splitlines()[1].startswith("user:*:")
+        assert (etc / "shadow").stat().st_mode & 0o777 == 0o640
+        assert (etc / "hosts").read_text() == "10.0.0.1 db\n127.0.0.1 localhost x\n"
+
+    def test_certificates_are_added_to_those_of_the_image_once(self, agent: Agent, root: Path) -> None:
+        bundle = root / "etc/ssl/certs/ca-certificates.crt"
+        bundle.parent.mkdir(parents=True)
+        old = CERTIFICATE.format("AAAA") + "\n"
+        bundle.write_text(old)
+        for _ in range(2):
+            agent.init(caBundle=CERTIFICATE.format("BBBB"))
+        assert bundle.read_text() == old + CERTIFICATE.format("BBBB") + "\n"
+        bundle.write_text(old)
+        agent.init(caBundle=CERTIFICATE.format("BBBB"))
+        assert "BBBB" in bundle.read_text(), "it is put back when the image lost it"
+        local = root / "usr/local/share/ca-certificates/agentenv.crt"
+        assert local.read_text() == CERTIFICATE.format("BBBB")
+        envs = agent.request("GET", "/envs").json()
+        for name in ("SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "NODE_EXTRA_CA_CERTS", "PIP_CERT", "CURL_CA_BUNDLE"):
+            assert envs[name] == "/etc/ssl/certs/ca-certificates.crt"
+        agent.init(envVars={"SSL_CERT_FILE": "/mine"})
+        assert agent.request("GET", "/envs").json()["SSL_CERT_FILE"] == "/mine"
+
+    def test_a_hostile_image_fails_the_init_instead_of_hanging_it(self, agent: Agent, root: Path) -> None:
+        (root / "etc").mkdir()
+        os.mkfifo(root / "etc/hosts")
+        answer = agent.control("/init", {"controlSecret": SECRET, "hostname": "x"})
+        assert answer.status == 500
+        assert "hostname" in answer.json()["message"]
+        assert agent.request("GET", "/health").status == 204
