@@ -16,7 +16,7 @@ from typing import Final
 from agentenv.aio.clock import Clock, SystemClock
 from agentenv.aio.operations import Operations
 from agentenv.guest.contract import GuestMetrics
-from agentenv.model.errors import AlreadyExists, Conflict, NotFound
+from agentenv.model.errors import Conflict, NotFound
 from agentenv.model.ids import BlobId, new_sandbox_id, new_snapshot_id, parse_name, parse_sandbox_id
 from agentenv.model.lifecycle import Event, State, next_state
 from agentenv.model.machine import Fingerprint, Machine
@@ -368,8 +368,6 @@ class FakeNode:
         now = self._instant()
         holder = next((one for one in self._snapshots.values() if name in one.names), None)
         if holder is not None:
-            if holder.source is not source:
-                raise AlreadyExists(f"{name!r} is the name of a {holder.source}")
             self._snapshots[holder.id] = replace(holder, names=tuple(one for one in holder.names if one != name))
         snapshot = Snapshot(
             id=new_snapshot_id(),

@@ -1,0 +1,195 @@
+"""A template from an uploaded root: what reaches the builder, what the client is told, and what is left behind."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI
+from starlette.types import Message
+
+from agentenv.api.app import create_app
+from agentenv.api.builds import BuildRoutes
+from agentenv.api.settings import ApiSettings
+from agentenv.model.errors import Invalid, NoSpace
+from agentenv.model.machine import Machine
+from agentenv.model.snapshot import Snapshot
+from agentenv.templates.contract import BuildEvent, BuildSpec, Progress
+from agentenv.testing.clock import START
+from agentenv.testing.node import FakeNode
+from tests.unit.api.client import connect, refused
+from tests.unit.api.test_edge import request_scope
+
+ARCHIVE = b"not really a tar" * 1000
+
+
+class FakeBuilder:
+    """Makes a template of anything, unless told to fail."""
+
+    def __init__(self, node: FakeNode) -> None:
+        self.node = node
+        self.refusal: Exception | None = None
+        self.failure: Exception | None = None
+        self.built: list[tuple[BuildSpec, bytes]] = []
+
+    def check(self, spec: BuildSpec) -> None:
+        if self.refusal is not None:
+            raise self.refusal
+
+    async def build(self, spec: BuildSpec, archive: Path, progress: Progress) -> Snapshot:
+        self.built.append((spec, archive.read_bytes()))
+        progress(BuildEvent(START, "unpack", "unpacking", 1, 2))
+        if self.failure is not None:
+            raise self.failure
+        return self.node.add_template(spec.name, machine=spec.machine)
+
+
+@pytest.fixture
+def builder(node: FakeNode) -> FakeBuilder:
+    return FakeBuilder(node)
+
+
+@pytest.fixture
+def app(node: FakeNode, settings: ApiSettings, builder: FakeBuilder, tmp_path: Path) -> FastAPI:
+    return create_app(node, settings, builds=BuildRoutes(builder, tmp_path))
+
+
+def lines(answer: httpx.Response) -> list[dict[str, Any]]:
+    assert answer.status_code == 200
+    assert answer.headers["content-type"].startswith("application/x-ndjson")
+    return [json.loads(line) for line in answer.text.splitlines()]
+
+
+async def test_a_root_becomes_a_template(
+    api: httpx.AsyncClient, node: FakeNode, builder: FakeBuilder, tmp_path: Path
+) -> None:
+    query: dict[str, str | int] = {
+        "name": "mine",
+        "cpuCount": 3,
+        "memoryMB": 256,
+        "diskSizeMB": 512,
+        "defaultUser": "agent",
+    }
+
+    event, outcome = lines(await api.post("/templates/rootfs", params=query, content=ARCHIVE))
+
+    assert event["step"] == "unpack"
+    assert (event["done"], event["total"]) == (1, 2)
+    assert outcome["template"]["templateID"] == node.find_snapshot("mine").id
+    assert builder.built == [(BuildSpec("mine", Machine(3, 256, 512), default_user="agent"), ARCHIVE)]
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("failure", [Invalid("no root filesystem"), NoSpace("full"), RuntimeError("secret")])
+async def test_a_build_that_fails_ends_with_the_error(
+    api: httpx.AsyncClient, node: FakeNode, builder: FakeBuilder, tmp_path: Path, failure: Exception
+) -> None:
+    builder.failure = failure
+
+    *_, outcome = lines(await api.post("/templates/rootfs?name=mine", content=ARCHIVE))
+
+    assert set(outcome["error"]) == {"code", "message", "error_code"}
+    assert "secret" not in str(outcome)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "query",
+    [
+        "", "name=", "name=" + "x" * 129, "name=x&cpuCount=0", "name=x&memoryMB=1", "name=x&diskSizeMB=x",
+        "name=x&defaultUser=Root!", "name=x&nonsense=1", "name=x&name=y",
+    ],
+)  # fmt: skip
+async def test_a_wrong_specification_is_refused(api: httpx.AsyncClient, builder: FakeBuilder, query: str) -> None:
+    refused(await api.post(f"/templates/rootfs?{query}", content=ARCHIVE), 400, "invalid")
+
+    assert builder.built == []
+
+
+async def test_what_the_builder_refuses_is_never_received(
+    api: httpx.AsyncClient, builder: FakeBuilder, tmp_path: Path
+) -> None:
+    builder.refusal = Invalid("'../x' is not a name")
+
+    sent: list[bytes] = []
+
+    async def upload() -> AsyncIterator[bytes]:
+        sent.append(ARCHIVE)
+        yield ARCHIVE
+
+    refused(await api.post("/templates/rootfs?name=x", content=upload()), 400, "invalid")
+    assert sent == []
+    assert list(tmp_path.iterdir()) == []
+
+
+async def test_an_upload_of_nothing_is_refused(api: httpx.AsyncClient, builder: FakeBuilder, tmp_path: Path) -> None:
+    refused(await api.post("/templates/rootfs?name=mine"), 400, "invalid")
+
+    assert builder.built == []
+    assert list(tmp_path.iterdir()) == []
+
+
+async def test_the_key_is_asked_for_before_the_upload(app: FastAPI, tmp_path: Path) -> None:
+    async with connect(app, key=None) as client:
+        refused(await client.post("/templates/rootfs?name=mine", content=ARCHIVE), 401, "unauthenticated")
+
+    assert list(tmp_path.iterdir()) == []
+
+
+async def test_an_upload_that_breaks_off_builds_nothing_and_leaves_nothing(
+    app: FastAPI, builder: FakeBuilder, tmp_path: Path
+) -> None:
+    messages: list[Message] = [
+        {"type": "http.request", "body": ARCHIVE, "more_body": True},
+        {"type": "http.disconnect"},
+    ]
+
+    async def receive() -> Message:
+        return messages.pop(0)
+
+    async def send(message: Message) -> None:
+        raise AssertionError("nobody is there")
+
+    await app(request_scope("POST", "/templates/rootfs") | {"query_string": b"name=mine"}, receive, send)
+
+    assert builder.built == []
+    assert list(tmp_path.iterdir()) == []
+
+
+async def test_a_client_that_leaves_after_the_upload_leaves_the_build_going(
+    app: FastAPI, node: FakeNode, builder: FakeBuilder
+) -> None:
+    going = asyncio.Event()
+    started = asyncio.Event()
+    build = builder.build
+
+    async def slow(spec: BuildSpec, archive: Path, progress: Progress) -> Snapshot:
+        started.set()
+        await going.wait()
+        return await build(spec, archive, progress)
+
+    builder.build = slow  # type: ignore[method-assign]
+    messages: list[Message] = [{"type": "http.request", "body": ARCHIVE, "more_body": False}]
+
+    async def receive() -> Message:
+        while not messages:
+            await asyncio.Event().wait()
+        return messages.pop()
+
+    async def send(message: Message) -> None: ...
+
+    asking = asyncio.create_task(
+        app(request_scope("POST", "/templates/rootfs") | {"query_string": b"name=mine"}, receive, send)
+    )
+    await started.wait()
+    asking.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asking
+    (running,) = [task for task in asyncio.all_tasks() if task.get_name() == "build mine"]
+    going.set()
+    await running
+
+    assert node.find_snapshot("mine").names == ("mine",)
