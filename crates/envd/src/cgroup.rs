@@ -15,6 +15,7 @@ use std::io::{self, Write};
 use std::os::fd::{AsFd, OwnedFd};
 use std::time::Duration;
 
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{AtFlags, Dir, Mode, OFlags, mkdirat, openat, unlinkat};
 use sys::ready::{Interest, watch};
 use tokio::sync::Notify;
@@ -170,11 +171,26 @@ impl Groups {
     /// Kills what is left in the workload and removes its groups, as far as they are empty by then.
     pub(crate) fn remove(&self) {
         let _ = self.write("workload/cgroup.kill", "1");
+        let _ = self.wait_empty();
         for leaf in self.leaves() {
             let _ = unlinkat(&self.root, &*leaf, AtFlags::REMOVEDIR);
         }
         for name in ["workload/exec", "workload"] {
             let _ = unlinkat(&self.root, name, AtFlags::REMOVEDIR);
+        }
+    }
+
+    /// Waits, not for long, until nothing is left in the workload; blocks the thread.
+    fn wait_empty(&self) -> io::Result<()> {
+        let events = openat(&self.root, "workload/cgroup.events", OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty())?;
+        let limit = Timespec { tv_sec: 1, tv_nsec: 0 };
+        loop {
+            let mut text = [0; 128];
+            let length = rustix::io::pread(&events, &mut text, 0)?;
+            let empty = String::from_utf8_lossy(&text[..length]).lines().any(|line| line == "populated 0");
+            if empty || poll(&mut [PollFd::new(&events, PollFlags::PRI)], Some(&limit))? == 0 {
+                return Ok(());
+            }
         }
     }
 

@@ -42,6 +42,8 @@ pub(super) struct Tree {
     names: HashMap<i32, String>,
     /// Entries found while entering a directory, whose own events may be in the queue already.
     announced: HashSet<String>,
+    /// The same, from before the last time the queue was read to its end.
+    settling: HashSet<String>,
 }
 
 const ROOT: &str = "";
@@ -59,9 +61,11 @@ impl Tree {
         self.announced.insert(name);
     }
 
-    /// To be called when the queue is empty: events of entries that were announced have all come.
+    /// To be called after what was read up to the end of the queue has been handled.
+    ///
+    /// Events of entries announced since then may have come to the queue after it was read.
     pub(super) fn settle(&mut self) {
-        self.announced.clear();
+        self.settling = std::mem::take(&mut self.announced);
     }
 
     /// Forgets the directory *name* and all below it, and gives their numbers.
@@ -89,7 +93,7 @@ impl Tree {
         let is_directory = self.recursive && raw.flags.contains(ReadFlags::ISDIR);
         let tell = |change| Step::Tell { name: name.clone(), change };
         if raw.flags.contains(ReadFlags::CREATE) {
-            if self.announced.remove(&name) {
+            if self.announced.remove(&name) || self.settling.remove(&name) {
                 return Vec::new();
             }
             let mut steps = vec![tell(EventType::Create)];
@@ -178,6 +182,9 @@ mod tests {
         assert_eq!(tree.steps(&raw(2, ReadFlags::CREATE, "x")), []);
         assert_eq!(tree.steps(&raw(2, ReadFlags::MODIFY, "x")), [tell("d/x", EventType::Write)]);
         tree.announce("d/y".into());
+        tree.announce("d/z".into());
+        tree.settle();
+        assert_eq!(tree.steps(&raw(2, ReadFlags::CREATE, "z")), []);
         tree.settle();
         assert_eq!(tree.steps(&raw(2, ReadFlags::CREATE, "y")), [tell("d/y", EventType::Create)]);
     }
