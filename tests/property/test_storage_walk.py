@@ -295,6 +295,6 @@ async def test_nothing_needed_is_lost_and_nothing_else_is_kept(
     seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if seed % 2:  # merge early and often
-        monkeypatch.setattr(compaction, "DEEP", 3)
-        monkeypatch.setattr(compaction, "_SHALLOW", 3)
+        monkeypatch.setattr(compaction, "DEEP", seed // 2 % 2 + 1)
+        monkeypatch.setattr(compaction, "_SHALLOW", 2 + seed // 4)
     await Walk(tmp_path / "storage", tmp_path, seed).run(150)

@@ -55,8 +55,9 @@ class Compaction:
     def request(self, top: LayerId) -> None:
         """Compact the chain of *top* in the background, if that is worth while."""
         worth_while = (
-            len(self._catalogue.chain(self.best(top))) > DEEP
+            top not in self._equals
             and top not in self._refused
+            and len(self._catalogue.chain(top)) > DEEP
             and len(self._pending) < _MOST_PENDING
         )
         if worth_while and top not in self._pending:

@@ -100,7 +100,6 @@ class Process:
             moved = call(self.pid, local.buffer_info()[0], 1, remote.buffer_info()[0], len(batch), 0)
             if moved <= 0:
                 number = ctypes.get_errno() if moved < 0 else errno.EFAULT
-                self.check_alive()
                 raise _failure(OSError(number, os.strerror(number)), self.pid)
             done += moved
             left[: len(batch)] = _rest(batch, moved)
