@@ -286,7 +286,10 @@ async def test_a_sandbox_paused_in_the_middle_of_an_answer_breaks_it() -> None:
 @pytest.mark.parametrize("kind", ["answer", "tunnel"])
 @on_uvloop
 async def test_a_client_that_does_not_read_does_not_keep_a_cut_connection_open(kind: str) -> None:
+    sent = 0
+
     async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal sent
         await read_request(reader)
         if kind == "tunnel":
             writer.write(b"HTTP/1.1 101 X\r\nConnection: Upgrade\r\nUpgrade: x\r\n\r\n")
@@ -295,16 +298,18 @@ async def test_a_client_that_does_not_read_does_not_keep_a_cut_connection_open(k
         while True:
             writer.write(b"x" * (1 << 16))
             await writer.drain()
-            flowing.set()
+            sent += 1
 
-    flowing = asyncio.Event()
-    async with World() as world:
+    async with World(ProxySettings(broken_timeout_s=0.05)) as world:
         guest = await world.guest(handle)
         async with world.client() as client:
             client.send(b"GET / HTTP/1.1\r\nHost: x\r\n%bConnection: Upgrade\r\nUpgrade: x\r\n\r\n" % guest.headers)
             await client.head()
             client.writer.transport.pause_reading()  # type: ignore[attr-defined]
-            await flowing.wait()
+            held = -1
+            while held != sent:  # until every buffer on the way is full
+                held = sent
+                await asyncio.sleep(0.05)
             world.proxy.forget(guest.sandbox.id)
             await until(lambda: not world.connections and not world.tasks, "the client is still connected")
 

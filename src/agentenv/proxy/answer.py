@@ -89,6 +89,10 @@ class AnswerReader:
 
     # Called by the parser
 
+    def on_message_begin(self) -> None:
+        if self.head is not None:
+            raise _TooMuch("a second answer")
+
     def on_header(self, name: bytes, value: bytes) -> None:
         if self.head is not None:
             return  # a trailer: each hop frames for itself

@@ -30,6 +30,7 @@ class GuestConnection(asyncio.Protocol):
         self._answer: AnswerReader | None = None  # None between exchanges: the guest has nothing to say
         self._raw: asyncio.Protocol | None = None  # who has the connection since it left HTTP
         self._error: Exception | None = None
+        self._on_broken: Callable[[], None] | None = None
         self._is_heard = False
         self._may_write = True
         self._reading_paused = False
@@ -60,9 +61,13 @@ class GuestConnection(asyncio.Protocol):
         """Whether any byte of the answer came: if not, the request may never have arrived."""
         return self._is_heard
 
-    def begin(self, *, head_only: bool) -> None:
-        """Expect a new answer, without a body if *head_only* (the request is HEAD)."""
+    def begin(self, *, head_only: bool, on_broken: Callable[[], None] | None = None) -> None:
+        """Expect a new answer, without a body if *head_only* (the request is HEAD).
+
+        *on_broken* is called if the connection is lost before the answer is complete.
+        """
         self._answer = AnswerReader(head_only=head_only)
+        self._on_broken = on_broken
         self._is_heard = False
 
     def write(self, *parts: bytes) -> None:
@@ -122,6 +127,7 @@ class GuestConnection(asyncio.Protocol):
     def retire(self) -> None:
         """Between exchanges: whatever the guest says now was not asked for and ends the connection."""
         self._answer = None
+        self._on_broken = None
 
     def abort(self, error: Exception | None = None) -> None:
         """Cut the connection now. Whoever reads gets *error*."""
@@ -173,6 +179,8 @@ class GuestConnection(asyncio.Protocol):
             self._error.__cause__ = exc
         self._wake_all()
         self._on_lost(self)
+        if self._on_broken is not None and self._answer is not None and not self._answer.is_complete:
+            self._on_broken()
 
     def pause_writing(self) -> None:
         self._may_write = False

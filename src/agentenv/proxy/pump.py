@@ -76,6 +76,8 @@ class Exchange:
         self._client_is_due = False  # the next byte has to come from the client
         self._moved_at = self._loop.time()
         self._watchdog: asyncio.TimerHandle | None = None
+        self._outlet_limit: asyncio.Timeout | None = None
+        self._is_broken = False
 
     async def run(self) -> int | None:
         """Return the status that was passed on, or None if the client left before there was one.
@@ -84,7 +86,7 @@ class Exchange:
         or `ClientSilent`. Cancelled, or if the client leaves, the connection is cut.
         """
         connection, request = self._connection, self._request
-        connection.begin(head_only=request.head_only)
+        connection.begin(head_only=request.head_only, on_broken=self._break_off)
         connection.write(request.head)
         if not request.patient:
             self._watchdog = self._loop.call_later(self._settings.progress_timeout_s, self._check_progress)
@@ -99,7 +101,7 @@ class Exchange:
                 await self._switch(head)
             else:
                 await self._outlet(head)
-        except AgentEnvError as error:
+        except (AgentEnvError, TimeoutError) as error:
             if not self.started and not self._client_left:
                 raise
             _log.debug("an answer broke off: %s", error)
@@ -111,18 +113,25 @@ class Exchange:
         return status
 
     async def _outlet(self, head: AnswerHead) -> None:
-        connection, send = self._connection, self._send
+        start = {
+            "type": "http.response.start",
+            "status": head.status,
+            "headers": answer_headers(head.headers, head.status),
+        }
         self.started = True
-        await send(
-            {"type": "http.response.start", "status": head.status, "headers": answer_headers(head.headers, head.status)}
-        )
-        while True:
-            body = await connection.read_body()
-            if connection.is_complete:
-                break
-            await send({"type": "http.response.body", "body": body, "more_body": True})
+        try:
+            async with asyncio.timeout(None) as self._outlet_limit:
+                if self._is_broken:
+                    self._break_off()
+                await self._send(start)
+                body = await self._connection.read_body()
+                while not self._connection.is_complete:
+                    await self._send({"type": "http.response.body", "body": body, "more_body": True})
+                    body = await self._connection.read_body()
+        finally:
+            self._outlet_limit = None
         self._answer_sent = True
-        await send({"type": "http.response.body", "body": body, "more_body": False})
+        await self._send({"type": "http.response.body", "body": body, "more_body": False})
 
     async def _switch(self, head: AnswerHead) -> None:
         take_over = self._request.take_over
@@ -178,6 +187,12 @@ class Exchange:
         if not self._answer_sent:  # else it is only the server that has noticed the end
             self._client_left = True
             self._connection.abort()
+
+    def _break_off(self) -> None:
+        """The rest will not come: a client that does not read cannot keep what there is of it for ever."""
+        self._is_broken = True
+        if self._outlet_limit is not None:
+            self._outlet_limit.reschedule(self._loop.time() + self._settings.broken_timeout_s)
 
     def _check_progress(self) -> None:
         due = self._moved_at + self._settings.progress_timeout_s

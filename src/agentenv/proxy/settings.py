@@ -18,6 +18,7 @@ class ProxySettings:
         continue_timeout_s: how long a guest may think about ``Expect: 100-continue``.
         wake_timeout_s: for a paused sandbox to run again.
         control_body_timeout_s: how long a client of the control API may stand still in a request body.
+        broken_timeout_s: how long a client may take to read what there was of an answer that broke off.
         half_closed_timeout_s: how long an upgraded connection may be silent once one side has ended.
         max_connections_per_sandbox: open connections to one sandbox, idle ones included.
         max_idle_per_sandbox: connections kept open between requests.
@@ -32,6 +33,7 @@ class ProxySettings:
     continue_timeout_s: float = 1.0
     wake_timeout_s: float = 60.0
     control_body_timeout_s: float = 30.0
+    broken_timeout_s: float = 30.0
     half_closed_timeout_s: float = 60.0
     max_connections_per_sandbox: int = 4096
     max_idle_per_sandbox: int = 16

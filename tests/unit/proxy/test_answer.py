@@ -80,9 +80,15 @@ def test_a_body_after_head_spoils_the_connection_and_not_the_answer() -> None:
     assert reader.take_body() == b""
 
 
-def test_more_than_the_answer_spoils_the_connection() -> None:
-    reader = read(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nokHTTP/1.1 junk")
+@pytest.mark.parametrize(
+    "more", [b"H", b"junk", b"HTTP/1.1 junk", b"HTTP/1.1 201 Evil\r\nContent-Length: 4\r\n\r\nevil", b"\r\nHTTP"]
+)
+def test_more_than_the_answer_spoils_the_connection_and_not_the_answer(more: bytes) -> None:
+    reader = read(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok" + more)
     assert reader.is_complete
+    assert reader.head is not None
+    assert reader.head.status == 200
+    assert reader.take_body() == b"ok"
     assert not reader.keep_alive
 
 

@@ -299,8 +299,10 @@ async def test_an_answer_before_the_body_is_sent_reaches_a_client_that_goes_on_s
             for _ in range(30):
                 client.send(b"z" * 100_000)
             assert (await client.answer()).body == b"much"
-            # The connection is still good: what was not wanted was read and thrown away.
+            # The client's connection is still good: what was not wanted was read and thrown away.
             assert (await client.ask("/next")).json["control"] == "/next"
+        await guest.closed.wait()  # the guest's is not: it got half a request
+        assert world.proxy.statistics().idle == 0
 
 
 @on_uvloop
@@ -427,6 +429,24 @@ async def test_a_connection_serves_one_request_after_the_other() -> None:
         assert guest.connections == 1
         assert world.proxy.statistics().idle == 1
         assert repr(world.proxy) == "<Proxy: <Pool: 0 busy, 1 idle, 1 guests>, 0 inlets>"
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: 2\r\n\r\nok",
+        b"HTTP/1.0 200 OK\r\nContent-Length: 2\r\n\r\nok",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nokHTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\nevil",
+    ],
+)
+@on_uvloop
+async def test_a_connection_that_may_not_serve_another_request_does_not(answer: bytes) -> None:
+    async with World() as world:
+        guest = await world.guest(answering(answer, then_close=False))
+        for _ in range(2):
+            assert (await world.ask(guest)).body == b"ok"
+        assert guest.connections == 2
+        assert world.proxy.statistics().idle == 0
 
 
 @on_uvloop

@@ -15,6 +15,7 @@ from agentenv.model.errors import (
     Unavailable,
 )
 from agentenv.model.lifecycle import State
+from agentenv.node.contract import Route
 from agentenv.proxy import ProxySettings
 from tests.unit.proxy.test_signature import sign
 from tests.unit.proxy.world import PAUSED, PRIVATE, World, on_uvloop, until
@@ -315,6 +316,26 @@ async def test_a_sandbox_that_stops_is_cut_off_at_once_when_the_node_says_so() -
         assert world.proxy.statistics().guests == 0
         world.proxy.forget(guest.sandbox.id)
         world.proxy.forget("unknown")
+
+
+@on_uvloop
+async def test_a_sandbox_that_is_replaced_while_being_connected_to_is_connected_to_again() -> None:
+    async with World() as world:
+        guest = await world.guest()
+        look, looks = world.node.route, 0
+
+        def look_and_replace(sandbox_id: str) -> Route:
+            nonlocal looks
+            looks += 1
+            way = look(sandbox_id)
+            if looks == 1:
+                asyncio.get_running_loop().call_soon(lambda: world.node.change(sandbox_id, generation=2))
+            return way
+
+        world.node.route = look_and_replace  # type: ignore[method-assign]
+        assert (await world.ask(guest, method="POST", body=b"once")).body == b"once"
+        assert looks == 2
+        assert len(guest.heads) == 1
 
 
 @pytest.mark.parametrize("state", [State.SNAPSHOTTING, State.FORKING, State.PAUSING])

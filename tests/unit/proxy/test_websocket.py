@@ -13,6 +13,7 @@ from websockets.asyncio.server import Server, ServerConnection, serve
 
 from agentenv.model.lifecycle import State
 from agentenv.proxy import ProxySettings
+from agentenv.proxy.cut import cut
 from tests.unit.proxy.world import PAUSED, PRIVATE, Guest, World, answering, on_uvloop, read_request, until
 
 
@@ -306,6 +307,40 @@ async def test_a_paused_sandbox_breaks_its_sockets() -> None:
             world.proxy.forget(guest.sandbox.id)
             with pytest.raises(websockets.ConnectionClosedError):
                 await socket.recv()
+
+
+@pytest.mark.parametrize("side", ["guest", "client"])
+@on_uvloop
+async def test_a_side_that_breaks_breaks_the_other_and_does_not_end_it(side: str) -> None:
+    ends: list[str] = []
+    may_break = asyncio.Event()
+
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 101 X\r\nConnection: Upgrade\r\nUpgrade: bytes\r\n\r\n")
+        if side == "guest":
+            await may_break.wait()
+            cut(writer.transport)
+            return
+        try:
+            await reader.read()
+            ends.append("ended")
+        except ConnectionError:
+            ends.append("broken")
+
+    async with World() as world:
+        guest = await world.guest(handle)
+        async with world.client() as client:
+            client.send(b"GET / HTTP/1.1\r\nHost: x\r\n%bConnection: Upgrade\r\nUpgrade: bytes\r\n\r\n" % guest.headers)
+            await client.head()
+            may_break.set()
+            if side == "client":
+                cut(client.writer.transport)
+                await until(lambda: bool(ends), "the guest has heard nothing")
+                assert ends == ["broken"]
+            else:
+                with pytest.raises(ConnectionError):
+                    await client.ended()
 
 
 @on_uvloop
