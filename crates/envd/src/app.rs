@@ -4,6 +4,7 @@ use std::cell::{Cell, RefCell};
 use std::io;
 use std::os::fd::OwnedFd;
 use std::rc::Rc;
+use std::sync::Arc;
 use std::time::Instant;
 
 use hyper::StatusCode;
@@ -39,7 +40,7 @@ pub(crate) struct App {
     pub groups: Option<Groups>,
     pub powers: Powers,
     /// A directory of proc that stays valid whatever the workload mounts; set if children must lose protection.
-    pub proc: Option<OwnedFd>,
+    pub proc: Option<Arc<OwnedFd>>,
     /// Where output is read to before it is encoded; only used between two awaits.
     pub scratch: RefCell<Box<[u8]>>,
     /// Hard limit of open files, of the daemon and of what it starts.
@@ -73,7 +74,7 @@ impl App {
             watchers: Watchers::default(),
             groups,
             powers,
-            proc,
+            proc: proc.map(Arc::new),
             scratch: RefCell::new(vec![0; SCRATCH_BYTES].into_boxed_slice()),
             max_open_files,
             started: Instant::now(),

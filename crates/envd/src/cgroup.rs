@@ -12,7 +12,7 @@
 use std::cell::{Cell, RefCell};
 use std::fs::File;
 use std::io::{self, Write};
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -218,7 +218,7 @@ impl Groups {
 }
 
 impl Leaf {
-    pub(crate) fn directory(&self) -> impl AsFd + '_ {
+    pub(crate) fn directory(&self) -> BorrowedFd<'_> {
         self.directory.as_fd()
     }
 

@@ -56,6 +56,9 @@ pub(crate) async fn init(app: Rc<App>, request: Request<Incoming>) -> Answer {
     match identity::apply(&app, message) {
         Ok(()) => answer::empty(StatusCode::NO_CONTENT),
         Err(identity::Failure::Invalid(text)) => answer::error(StatusCode::BAD_REQUEST, &text),
+        Err(identity::Failure::BundleWanted) => {
+            answer::error(StatusCode::CONFLICT, "caDigest names a bundle that has to come with it")
+        }
         Err(identity::Failure::Step { step, error }) => {
             say!("init failed at step {step}: {error}");
             answer::error(StatusCode::INTERNAL_SERVER_ERROR, &format!("init failed at step {step}: {error}"))

@@ -1,8 +1,11 @@
 //! Starting a process as a user, in a session and a control group of its own.
 //!
-//! The child is a copy of one thread of a process that may have others, so between
-//! `clone3` and `execve` it makes system calls and nothing else: no allocation, no lock,
-//! no library call that could take one. All it needs is prepared by the parent.
+//! The child borrows the memory of its parent until it has become the program, and the
+//! calling thread stands still meanwhile. That spares copying an address space, which
+//! costs more than all the rest where the machine is emulated, and lets the child say
+//! what went wrong by writing it down. Other threads may run and hold locks, so between
+//! `clone3` and `execve` the child makes system calls and nothing else: no allocation,
+//! no lock, no library call that could take one. All it needs is prepared by the parent.
 
 use std::ffi::{CStr, CString};
 use std::io;
@@ -33,12 +36,10 @@ pub struct Plan<'a> {
     pub open_files: (u64, u64),
 }
 
-/// A started child, not yet known to have become the program.
+/// A process that has become its program.
 pub struct Child {
     pub pid: u32,
     pub pidfd: OwnedFd,
-    /// Ends empty when the program runs; has a [`Failure`] in it when it does not. Non-blocking.
-    pub report: OwnedFd,
 }
 
 /// What a child was doing when it gave up.
@@ -54,47 +55,28 @@ pub enum Step {
     Program,
 }
 
-const STEPS: [Step; 8] = [
-    Step::Session,
-    Step::Descriptors,
-    Step::Terminal,
-    Step::Protection,
-    Step::Limits,
-    Step::Identity,
-    Step::Directory,
-    Step::Program,
-];
-
-/// Length of a report.
-pub const REPORT_BYTES: usize = 8;
-
 /// Why a child did not become the program.
 #[derive(Debug)]
-pub struct Failure {
-    pub step: Step,
-    pub error: io::Error,
+pub enum Failure {
+    /// There is no child: too many processes, no memory, no such control group.
+    NoChild(io::Error),
+    /// There was one and it has ended; nothing of it is left.
+    GaveUp { step: Step, error: io::Error },
 }
 
-impl Failure {
-    /// Reads what a child wrote to its report; `None` when it wrote nothing.
-    pub fn from_report(bytes: &[u8]) -> Option<Self> {
-        let step = *bytes.first()?;
-        let number: [u8; 4] = bytes.get(4..REPORT_BYTES)?.try_into().ok()?;
-        let step = STEPS.get(usize::from(step)).copied().unwrap_or(Step::Program);
-        Some(Self { step, error: io::Error::from_raw_os_error(i32::from_ne_bytes(number)) })
-    }
-}
-
-/// Starts the child and returns at once; [`Child::report`] says how it went.
+/// Starts a process and returns when it has become its program.
+///
+/// Blocks its thread for as long as the file systems of the program and of the directory take.
 ///
 /// # Errors
-/// When no process can be made: too many of them, no memory, no such control group.
-pub fn spawn(plan: &Plan<'_>) -> io::Result<Child> {
-    let (report_read, report_write) = pipe()?;
+/// See [`Failure`].
+pub fn spawn(plan: &Plan<'_>) -> Result<Child, Failure> {
     let argv = pointers(plan.arguments);
     let envp = pointers(plan.environment);
+    let mut request = Request { plan, argv: &argv, envp: &envp, gave_up: None };
+    let mut stack = vec![0_u8; STACK_BYTES];
     let mut pidfd: libc::c_int = -1;
-    let mut flags = libc::CLONE_PIDFD as u64;
+    let mut flags = (libc::CLONE_PIDFD | libc::CLONE_VM | libc::CLONE_VFORK) as u64;
     if plan.cgroup.is_some() {
         flags |= CLONE_INTO_CGROUP;
     }
@@ -102,20 +84,81 @@ pub fn spawn(plan: &Plan<'_>) -> io::Result<Child> {
         flags,
         pidfd: (&raw mut pidfd).addr() as u64,
         exit_signal: libc::SIGCHLD as u64,
+        stack: stack.as_mut_ptr().addr() as u64,
+        // The top has to be aligned for the first call on it.
+        stack_size: (STACK_BYTES - stack.as_ptr().addr() % 16) as u64,
         cgroup: plan.cgroup.map_or(0, |fd| u64::from(fd.as_raw_fd().unsigned_abs())),
         ..CloneArguments::default()
     };
-    // SAFETY: without CLONE_VM this is a fork: the child has its own copy of everything,
-    // and the only thing the kernel writes for us is the pidfd, which is alive here.
-    let pid = unsafe { libc::syscall(libc::SYS_clone3, &raw const arguments, size_of::<CloneArguments>()) };
-    if pid == 0 {
-        // SAFETY: we are the child of that clone; argv and envp are null-terminated arrays of the plan's strings.
-        unsafe { become_program(plan, &argv, &envp, report_write.as_raw_fd()) }
-    }
-    let pid = u32::try_from(pid).map_err(|_| io::Error::last_os_error())?;
+    // SAFETY: the child runs on a stack of its own, which like the request lives until this returns, and by
+    // CLONE_VFORK this returns only when the child no longer uses our memory. It calls only what is safe then.
+    let result = unsafe { clone_and_call(&arguments, become_program, (&raw mut request).cast()) };
+    // Signed to tell errors; a pid always fits.
+    let Ok(pid) = u32::try_from(result) else {
+        return Err(Failure::NoChild(io::Error::from_raw_os_error(i32::try_from(-result).unwrap_or(libc::EAGAIN))));
+    };
     // SAFETY: clone3 succeeded, so it stored a new descriptor that is ours alone.
     let pidfd = unsafe { OwnedFd::from_raw_fd(pidfd) };
-    Ok(Child { pid, pidfd, report: report_read })
+    // SAFETY: the child wrote to it through a pointer that the compiler does not see.
+    let gave_up = unsafe { (&raw const request.gave_up).read_volatile() };
+    match gave_up {
+        None => Ok(Child { pid, pidfd }),
+        Some((step, number)) => {
+            reap(pid);
+            Err(Failure::GaveUp { step, error: io::Error::from_raw_os_error(number) })
+        }
+    }
+}
+
+/// Enough for a handful of calls that keep next to nothing on the stack.
+const STACK_BYTES: usize = 32 << 10;
+
+/// What the child gets, and where it says why it gave up.
+struct Request<'a> {
+    plan: &'a Plan<'a>,
+    argv: &'a [*const libc::c_char],
+    envp: &'a [*const libc::c_char],
+    gave_up: Option<(Step, i32)>,
+}
+
+/// `clone3`, after which the child calls *entry* with *argument* on the stack it was given.
+///
+/// # Safety
+/// *entry* must not return, and must be sound to run in the child that *arguments* describe.
+unsafe fn clone_and_call(
+    arguments: &CloneArguments,
+    entry: unsafe extern "C" fn(*mut libc::c_void) -> !,
+    argument: *mut libc::c_void,
+) -> i64 {
+    let result;
+    // SAFETY: in the parent this is a system call, with the registers it destroys named. The child comes out of it
+    // with the same registers but a new stack, on which it calls *entry* as the calling convention wants it.
+    unsafe {
+        std::arch::asm!(
+            "syscall",
+            "test rax, rax",
+            "jnz 2f",
+            "xor ebp, ebp",
+            "mov rdi, {argument}",
+            "call {entry}",
+            "ud2",
+            "2:",
+            argument = in(reg) argument,
+            entry = in(reg) entry,
+            inlateout("rax") libc::SYS_clone3 => result,
+            in("rdi") std::ptr::from_ref(arguments),
+            in("rsi") size_of::<CloneArguments>(),
+            out("rcx") _,
+            out("r11") _,
+        );
+    }
+    result
+}
+
+fn reap(pid: u32) {
+    let pid = libc::pid_t::try_from(pid).unwrap_or(-1);
+    // SAFETY: a null status is allowed; the child has ended or is about to.
+    unsafe { libc::waitpid(pid, std::ptr::null_mut(), 0) };
 }
 
 const CLONE_INTO_CGROUP: u64 = 0x2_0000_0000;
@@ -141,31 +184,15 @@ fn pointers(strings: &[CString]) -> Vec<*const libc::c_char> {
     strings.iter().map(|s| s.as_ptr()).chain([std::ptr::null()]).collect()
 }
 
-fn pipe() -> io::Result<(OwnedFd, OwnedFd)> {
-    let mut ends = [0; 2];
-    // SAFETY: the kernel writes two descriptors into the array.
-    if unsafe { libc::pipe2(ends.as_mut_ptr(), libc::O_CLOEXEC | libc::O_NONBLOCK) } != 0 {
-        return Err(io::Error::last_os_error());
-    }
-    // SAFETY: both were just made and are known to nobody else.
-    Ok(unsafe { (OwnedFd::from_raw_fd(ends[0]), OwnedFd::from_raw_fd(ends[1])) })
-}
-
 /// # Safety
-/// Only in a child that shares no memory with its parent; *argv* and *envp* must be null-terminated.
-unsafe fn become_program(
-    plan: &Plan<'_>,
-    argv: &[*const libc::c_char],
-    envp: &[*const libc::c_char],
-    report: RawFd,
-) -> ! {
-    // SAFETY: as promised by the caller.
-    let step = unsafe { prepare_and_exec(plan, argv, envp) };
-    // SAFETY: errno is a location of this thread, the report is eight bytes on the stack, and _exit runs no destructors.
+/// Only as the entry of a child that borrows its parent's memory, with a pointer to a [`Request`].
+unsafe extern "C" fn become_program(request: *mut libc::c_void) -> ! {
+    // SAFETY: the parent stands still, so the request is ours alone. errno is that of the parent's thread, which
+    // reads it no more, and _exit runs nothing of the program we are a part of.
     unsafe {
-        let number = (*libc::__errno_location()).to_ne_bytes();
-        let bytes = [step as u8, 0, 0, 0, number[0], number[1], number[2], number[3]];
-        libc::write(report, bytes.as_ptr().cast(), bytes.len());
+        let request = &mut *request.cast::<Request<'_>>();
+        let step = prepare_and_exec(request.plan, request.argv, request.envp);
+        (&raw mut request.gave_up).write_volatile(Some((step, *libc::__errno_location())));
         libc::_exit(127)
     }
 }
@@ -271,15 +298,13 @@ unsafe fn forget_signals() {
 #[cfg(test)]
 mod tests {
     use std::fs::File;
-    use std::io::Read;
     use std::os::fd::AsFd;
 
-    use rustix::event::{PollFd, PollFlags, poll};
     use rustix::process::{WaitId, WaitIdOptions, waitid};
 
     use super::*;
 
-    fn run(program: &CStr, directory: &CStr) -> (Option<Failure>, Option<i32>) {
+    fn run(program: &CStr, directory: &CStr) -> Result<Option<i32>, Failure> {
         let null = File::options().read(true).write(true).open("/dev/null").unwrap();
         // SAFETY: take no arguments and cannot fail.
         let (uid, gid) = unsafe { (libc::geteuid(), libc::getegid()) };
@@ -297,28 +322,29 @@ mod tests {
             cgroup: None,
             proc: None,
             open_files: (256, 256),
-        })
-        .unwrap();
-        poll(&mut [PollFd::new(&child.report, PollFlags::IN)], None).unwrap();
-        let mut report = Vec::new();
-        let _ = File::from(child.report).read_to_end(&mut report);
+        })?;
         let status = waitid(WaitId::PidFd(child.pidfd.as_fd()), WaitIdOptions::EXITED).unwrap().unwrap();
-        (Failure::from_report(&report), status.exit_status())
+        Ok(status.exit_status())
     }
 
     #[test]
-    fn a_program_that_runs_reports_nothing() {
-        let (failure, status) = run(c"/bin/sh", c"/");
-        assert!(failure.is_none());
-        assert_eq!(status, Some(7));
+    fn a_program_runs() {
+        assert_eq!(run(c"/bin/sh", c"/").unwrap(), Some(7));
     }
 
     #[test]
     fn a_failure_names_its_step() {
-        let (failure, _) = run(c"/no/such/program", c"/");
-        let failure = failure.unwrap();
-        assert_eq!((failure.step, failure.error.raw_os_error()), (Step::Program, Some(libc::ENOENT)));
-        let (failure, _) = run(c"/bin/sh", c"/no/such/directory");
-        assert_eq!(failure.unwrap().step, Step::Directory);
+        let Err(Failure::GaveUp { step, error }) = run(c"/no/such/program", c"/") else { panic!("it ran") };
+        assert_eq!((step, error.raw_os_error()), (Step::Program, Some(libc::ENOENT)));
+        let Err(Failure::GaveUp { step, error }) = run(c"/bin/sh", c"/no/such/directory") else { panic!("it ran") };
+        assert_eq!((step, error.raw_os_error()), (Step::Directory, Some(libc::ENOENT)));
+    }
+
+    #[test]
+    fn many_threads_start_programs_at_the_same_time() {
+        let threads: Vec<_> = (0..4)
+            .map(|_| std::thread::spawn(|| (0..25).all(|_| run(c"/bin/sh", c"/").is_ok_and(|code| code == Some(7)))))
+            .collect();
+        assert!(threads.into_iter().all(|thread| thread.join().unwrap()));
     }
 }

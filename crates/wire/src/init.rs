@@ -33,6 +33,9 @@ pub struct InitRequest {
     pub default_workdir: Option<String>,
     /// PEM.
     pub ca_bundle: Option<String>,
+    /// Names the bundle that the sandbox is to have. With one that it does not have, and no `caBundle`, nothing is
+    /// done and the answer is 409: the bundle is large, and nearly every restored sandbox has it.
+    pub ca_digest: Option<String>,
     pub hostname: Option<String>,
     /// 32 hexadecimal digits.
     pub machine_id: Option<String>,
@@ -59,6 +62,8 @@ pub struct Settings {
     pub template_id: Option<String>,
     /// What was installed in the system's CA bundle; tools are then pointed at it.
     pub ca_installed: Option<String>,
+    /// The `caDigest` that came with it.
+    pub ca_digest: Option<String>,
 }
 
 impl Settings {

@@ -18,10 +18,10 @@ pub(crate) fn set_hostname(name: &str) -> io::Result<()> {
     if uname().nodename().to_bytes() != name.as_bytes() {
         sethostname(name.as_bytes())?;
     }
-    etc::replace(Path::new("/etc/hostname"), &format!("{name}\n"), 0o644, true)?;
+    etc::overwrite(Path::new("/etc/hostname"), &format!("{name}\n"), 0o644, true)?;
     let hosts = Path::new("/etc/hosts");
     let old = etc::read(hosts)?.unwrap_or_default();
-    etc::replace(hosts, &with_name(&old, name), 0o644, true)
+    etc::overwrite(hosts, &with_name(&old, name), 0o644, true)
 }
 
 /// The image's own lines, with `localhost` and *name* resolvable.

@@ -27,6 +27,8 @@ const MIN_ENTROPY_BYTES: usize = 32;
 pub(crate) enum Failure {
     /// Nothing was changed.
     Invalid(String),
+    /// Nothing was changed: the request names a CA bundle that has to be sent along.
+    BundleWanted,
     Step {
         step: &'static str,
         error: io::Error,
@@ -38,13 +40,16 @@ pub(crate) fn apply(app: &App, request: InitRequest) -> Result<(), Failure> {
     let timestamp = check(&request).map_err(Failure::Invalid)?;
     let mut settings = (*app.settings()).clone();
     let powers = app.powers;
+    let bundle = request.ca_bundle.filter(|bundle| !bundle.is_empty());
+    let has_bundle = request.ca_digest.is_some() && request.ca_digest == settings.ca_digest;
+    if powers.identity && bundle.is_none() && request.ca_digest.is_some() && !has_bundle {
+        return Err(Failure::BundleWanted);
+    }
 
     settings.initialised = true;
     if let Some(secret) = request.control_secret {
         settings.control_secret = Some(secret);
     }
-    step("secret", app.change_settings(settings.clone()))?;
-
     if let Some(now) = timestamp.filter(|_| powers.kernel) {
         step("clock", set_clock(now))?;
     }
@@ -57,18 +62,20 @@ pub(crate) fn apply(app: &App, request: InitRequest) -> Result<(), Failure> {
     if let Some(id) = request.machine_id.filter(|_| powers.identity) {
         step(
             "machineId",
-            etc::replace(Path::new("/etc/machine-id"), &format!("{}\n", id.to_ascii_lowercase()), 0o444, false),
+            etc::overwrite(Path::new("/etc/machine-id"), &format!("{}\n", id.to_ascii_lowercase()), 0o444, false),
         )?;
     }
-    if let Some(bundle) = request.ca_bundle.filter(|bundle| !bundle.is_empty() && powers.identity) {
+    if let Some(bundle) = bundle.filter(|_| powers.identity && !has_bundle) {
         settings.ca_installed = Some(step("caBundle", ca::install(&bundle, settings.ca_installed.as_deref()))?);
+        settings.ca_digest = request.ca_digest;
     }
     match request.access_token {
         Change::Keep => {}
         Change::Set(token) if !token.is_empty() => settings.access_token = Some(token),
         Change::Set(_) | Change::Remove => settings.access_token = None,
     }
-    if let Some(name) = request.default_user.filter(|name| !name.is_empty()) {
+    // One that was made sure of before is not looked for again: this is on the way of every restore.
+    if let Some(name) = request.default_user.filter(|name| !name.is_empty() && settings.default_user.as_ref() != Some(name)) {
         step("defaultUser", ensure_user(&name, powers.identity))?;
         settings.default_user = Some(name);
     }

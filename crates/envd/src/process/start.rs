@@ -7,14 +7,15 @@ use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::rc::Rc;
+use std::sync::Arc;
 
 use rustix::fs::OFlags;
 use rustix::pipe::{PipeFlags, pipe_with};
-use rustix::process::{WaitId, WaitIdOptions, waitid};
+use rustix::process::{Pid, Signal, WaitOptions, kill_process, waitpid};
 use rustix::pty::{OpenptFlags, ioctl_tiocgptpeer, openpt, unlockpt};
 use rustix::termios::{InputModes, OptionalActions, tcgetattr, tcsetattr, tcsetwinsize};
 use sys::ready::{AsyncFd, Interest, watch};
-use sys::spawn::{Failure, Plan, REPORT_BYTES, Step, spawn};
+use sys::spawn::{Child, Failure, Plan, Step, spawn};
 use tokio::sync::{Mutex, Notify};
 use tokio::time::Instant;
 use wire::process::{Output, ProcessConfig, Pty, Size, StartRequest};
@@ -54,45 +55,36 @@ pub(super) async fn start(
     };
     let oom_kills_before = app.groups.as_ref().map_or(0, Groups::oom_kills);
     let leaf = app.groups.as_ref().map(Groups::acquire).transpose().map_err(|e| no_more(&e))?;
-    let spawned = spawn(&Plan {
-        programs: &prepared.programs,
-        arguments: &prepared.arguments,
-        environment: &prepared.environment,
-        directory: &prepared.directory,
-        directory_is_optional: prepared.directory_is_optional,
-        credentials: &user.credentials,
-        stdin: files.child[0].as_fd(),
-        stdout: files.child[1].as_fd(),
-        stderr: files.child[2].as_fd(),
-        terminal: files.terminal.is_some(),
-        cgroup: leaf.as_ref().map(Leaf::directory).as_ref().map(AsFd::as_fd),
-        proc: app.proc.as_ref().map(AsFd::as_fd),
-        open_files: (OPEN_FILES.min(app.max_open_files), app.max_open_files),
-    });
     let Files { child, input, terminal, outputs } = files;
-    // The child has its copies; ours would keep the pipes open after it is gone.
-    drop(child);
-    let give_back = |leaf| {
-        if let (Some(groups), Some(leaf)) = (&app.groups, leaf) {
-            groups.release(leaf);
-        }
+    let job = Job {
+        prepared,
+        user,
+        child,
+        terminal: terminal.is_some(),
+        leaf,
+        proc: app.proc.clone(),
+        max_open_files: app.max_open_files,
     };
-    let child = match spawned {
-        Ok(child) => child,
+    // On another thread, because a file system may take its time to give a program.
+    let (job, spawned) =
+        tokio::task::spawn_blocking(move || job.run()).await.map_err(|e| RpcError::internal(e.to_string()))?;
+    let watched = spawned.map_err(|failure| refusal(&failure, &request.process, &job.prepared)).and_then(|child| {
+        let pid = child.pid;
+        let pidfd = watch(child.pidfd, Interest::READABLE).map_err(|e| abandon(pid, &e))?;
+        Ok((pid, pidfd))
+    });
+    let (pid, pidfd) = match watched {
+        Ok(started) => started,
         Err(error) => {
-            give_back(leaf);
-            return Err(no_more(&error));
+            if let (Some(groups), Some(leaf)) = (&app.groups, job.leaf) {
+                groups.release(leaf);
+            }
+            return Err(error);
         }
     };
-    let failure = read_report(child.report).await;
-    let pidfd = watch(child.pidfd, Interest::READABLE).map_err(|e| no_more(&e))?;
-    if let Some(failure) = failure {
-        reap(&pidfd).await;
-        give_back(leaf);
-        return Err(refusal(&failure, &request.process, &prepared));
-    }
+    let leaf = job.leaf;
     let process = Rc::new(Process {
-        pid: child.pid,
+        pid,
         tag: request.tag,
         config: request.process,
         broadcast: Broadcast::new(app.processes.budget.clone()),
@@ -107,6 +99,45 @@ pub(super) async fn start(
     let ends = Ends { pidfd, outputs, deadline, oom_kills_before };
     tokio::task::spawn_local(supervise(app.clone(), process.clone(), ends));
     Ok((process, subscription))
+}
+
+/// Everything that starting takes, to be moved to another thread and back.
+struct Job {
+    prepared: Prepared,
+    user: User,
+    /// Dropped as soon as the process has its copies; ours would keep the pipes open after it is gone.
+    child: [Arc<OwnedFd>; 3],
+    terminal: bool,
+    leaf: Option<Leaf>,
+    proc: Option<Arc<OwnedFd>>,
+    max_open_files: u64,
+}
+
+/// What is left of a job when it is done.
+struct Done {
+    prepared: Prepared,
+    leaf: Option<Leaf>,
+}
+
+impl Job {
+    fn run(self) -> (Done, Result<Child, Failure>) {
+        let spawned = spawn(&Plan {
+            programs: &self.prepared.programs,
+            arguments: &self.prepared.arguments,
+            environment: &self.prepared.environment,
+            directory: &self.prepared.directory,
+            directory_is_optional: self.prepared.directory_is_optional,
+            credentials: &self.user.credentials,
+            stdin: self.child[0].as_fd(),
+            stdout: self.child[1].as_fd(),
+            stderr: self.child[2].as_fd(),
+            terminal: self.terminal,
+            cgroup: self.leaf.as_ref().map(Leaf::directory),
+            proc: self.proc.as_ref().map(AsFd::as_fd),
+            open_files: (OPEN_FILES.min(self.max_open_files), self.max_open_files),
+        });
+        (Done { prepared: self.prepared, leaf: self.leaf }, spawned)
+    }
 }
 
 /// The strings of the plan, which must live as long as it.
@@ -175,7 +206,7 @@ fn c_string(text: String) -> Result<CString, RpcError> {
 
 /// Both sides of the standard streams.
 struct Files {
-    child: [Rc<OwnedFd>; 3],
+    child: [Arc<OwnedFd>; 3],
     input: Input,
     terminal: Option<Rc<AsyncFd<OwnedFd>>>,
     outputs: Vec<(Output, Rc<AsyncFd<OwnedFd>>)>,
@@ -194,7 +225,7 @@ impl Files {
             let (out_read, out_write) = pipe_with(PipeFlags::CLOEXEC)?;
             let (err_read, err_write) = pipe_with(PipeFlags::CLOEXEC)?;
             let outputs = vec![(Output::Stdout, readable(out_read)?), (Output::Stderr, readable(err_read)?)];
-            Ok(Self { child: [stdin, out_write, err_write].map(Rc::new), input, terminal: None, outputs })
+            Ok(Self { child: [stdin, out_write, err_write].map(Arc::new), input, terminal: None, outputs })
         };
         attempt().map_err(|e| no_more(&e))
     }
@@ -206,7 +237,7 @@ impl Files {
             unlockpt(&master)?;
             tcsetwinsize(&master, size)?;
             let slave =
-                Rc::new(ioctl_tiocgptpeer(&master, OpenptFlags::RDWR | OpenptFlags::NOCTTY | OpenptFlags::CLOEXEC)?);
+                Arc::new(ioctl_tiocgptpeer(&master, OpenptFlags::RDWR | OpenptFlags::NOCTTY | OpenptFlags::CLOEXEC)?);
             // Programs that open their terminal by name must be allowed to.
             let owner = Some(rustix::fs::Uid::from_raw(user.credentials.uid));
             rustix::fs::fchown(&*slave, owner, None)?;
@@ -236,24 +267,13 @@ fn set_nonblocking(fd: &OwnedFd) -> io::Result<()> {
     Ok(rustix::fs::fcntl_setfl(fd, flags | OFlags::NONBLOCK)?)
 }
 
-/// What the child says about its way to the program: nothing if it arrived there.
-async fn read_report(report: OwnedFd) -> Option<Failure> {
-    let report = watch(report, Interest::READABLE).ok()?;
-    loop {
-        let mut ready = report.readable().await.ok()?;
-        let mut bytes = [0; REPORT_BYTES];
-        match ready.try_io(|fd| rustix::io::read(fd, &mut bytes).map_err(io::Error::from)) {
-            Ok(Ok(count)) => return Failure::from_report(&bytes[..count]),
-            Ok(Err(_)) => return None,
-            Err(_) => {}
-        }
+/// Ends a process that runs but cannot be watched.
+fn abandon(pid: u32, error: &io::Error) -> RpcError {
+    if let Some(pid) = i32::try_from(pid).ok().and_then(Pid::from_raw) {
+        let _ = kill_process(pid, Signal::KILL);
+        tokio::task::spawn_blocking(move || waitpid(Some(pid), WaitOptions::empty()));
     }
-}
-
-async fn reap(pidfd: &AsyncFd<OwnedFd>) {
-    if pidfd.readable().await.is_ok() {
-        let _ = waitid(WaitId::PidFd(pidfd.get_ref().as_fd()), WaitIdOptions::EXITED | WaitIdOptions::NOHANG);
-    }
+    no_more(error)
 }
 
 fn no_more(error: &io::Error) -> RpcError {
@@ -261,13 +281,17 @@ fn no_more(error: &io::Error) -> RpcError {
 }
 
 fn refusal(failure: &Failure, config: &ProcessConfig, prepared: &Prepared) -> RpcError {
-    let error = &failure.error;
-    match failure.step {
-        Step::Program => RpcError::invalid(format!("cannot run {}: {error}", config.cmd)),
-        Step::Directory => {
+    match failure {
+        Failure::NoChild(error) => no_more(error),
+        Failure::GaveUp { step: Step::Program, error } => {
+            RpcError::invalid(format!("cannot run {}: {error}", config.cmd))
+        }
+        Failure::GaveUp { step: Step::Directory, error } => {
             RpcError::invalid(format!("cannot start in {}: {error}", prepared.directory.to_string_lossy()))
         }
-        step => RpcError::internal(format!("the process could not be set up ({step:?}): {error}")),
+        Failure::GaveUp { step, error } => {
+            RpcError::internal(format!("the process could not be set up ({step:?}): {error}"))
+        }
     }
 }
 
