@@ -29,6 +29,7 @@ from agentenv.config.resolve import Resolved
 from agentenv.config.schema import Settings
 from agentenv.config.secrets import load_api_key, load_credentials
 from agentenv.guest.agent import HttpAgents
+from agentenv.guest.contract import CaBundle
 from agentenv.guest.image import load_guest
 from agentenv.model.errors import Invalid
 from agentenv.model.sandbox import Sandbox
@@ -157,7 +158,7 @@ def _forget_connections(proxy: Proxy, before: Sandbox | None, after: Sandbox | N
 def _limits(settings: Settings, kernel: Path, initramfs: Path) -> NodeSettings:
     bundle = settings.guest.ca_bundle
     try:
-        ca_bundle = bundle.read_text() if bundle is not None else None
+        ca_bundle = CaBundle.of(bundle.read_text()) if bundle is not None else None
     except OSError as error:
         raise Invalid(f"guest.ca_bundle: {bundle} cannot be read: {error.strerror}") from error
     return NodeSettings(

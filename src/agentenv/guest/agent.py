@@ -54,13 +54,16 @@ class HttpAgent:
         if identity.default_workdir is not None:
             body["defaultWorkdir"] = identity.default_workdir
         if identity.ca_bundle is not None:
-            body["caBundle"] = identity.ca_bundle
+            body["caDigest"] = identity.ca_bundle.digest
         try:
             async with asyncio.timeout(timeout_s):
                 while True:
                     try:
                         await self._call("POST", "/init", secret=secret, body=body)
                         return
+                    except _BundleWanted:
+                        # Only a guest that was captured with another bundle, or none, has to be sent it.
+                        body["caBundle"] = identity.ca_bundle.pem if identity.ca_bundle is not None else ""
                     except _NotConnected:
                         await asyncio.sleep(0.01)  # refused at once: the agent is not listening yet
         except TimeoutError as error:
@@ -160,6 +163,8 @@ class HttpAgent:
             headers["X-Access-Token"] = access_token
         try:
             async with self._client().request(method, self._base_url + path, json=body, headers=headers) as answer:
+                if answer.status == 409:
+                    raise _BundleWanted
                 if answer.status == 503:
                     raise Unavailable(f"the guest agent: {await _message(answer)}")
                 if answer.status >= 300:
@@ -173,6 +178,10 @@ class HttpAgent:
             raise _NotConnected(str(error)) from error
         except (aiohttp.ClientError, ValueError) as error:
             raise Unavailable(f"the guest agent gave no proper answer to {path}: {error}") from error
+
+
+class _BundleWanted(Exception):
+    """The agent does not have the CA bundle that was named."""
 
 
 class _NotConnected(Exception):

@@ -1,5 +1,6 @@
 """What a verb may ask of the agent inside a guest (`envd`). Only the node calls these."""
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -7,6 +8,18 @@ from ipaddress import IPv4Address
 from typing import Protocol
 
 AGENT_PORT = 49983
+
+
+@dataclass(frozen=True, slots=True)
+class CaBundle:
+    """Certificates that guests trust beside their own. ``digest`` names the text, which is too long to send each time."""
+
+    pem: str
+    digest: str
+
+    @classmethod
+    def of(cls, pem: str) -> "CaBundle":
+        return cls(pem, hashlib.sha256(pem.encode()).hexdigest())
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +37,7 @@ class Identity:
     env: Mapping[str, str] = field(default_factory=dict)
     default_user: str | None = None
     default_workdir: str | None = None
-    ca_bundle: str | None = None  # PEM
+    ca_bundle: CaBundle | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -75,7 +75,9 @@ pub(crate) fn apply(app: &App, request: InitRequest) -> Result<(), Failure> {
         Change::Set(_) | Change::Remove => settings.access_token = None,
     }
     // One that was made sure of before is not looked for again: this is on the way of every restore.
-    if let Some(name) = request.default_user.filter(|name| !name.is_empty() && settings.default_user.as_ref() != Some(name)) {
+    if let Some(name) =
+        request.default_user.filter(|name| !name.is_empty() && settings.default_user.as_ref() != Some(name))
+    {
         step("defaultUser", ensure_user(&name, powers.identity))?;
         settings.default_user = Some(name);
     }
