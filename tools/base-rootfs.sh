@@ -39,6 +39,7 @@ check_date=$(apt-config dump --format '%v' Acquire::Check-Date)
 # EXTERNALLY-MANAGED: in a throw-away machine `pip install` should just install.
 mmdebstrap --variant=minbase --mode=root --format=tar --include="$(echo $packages | tr ' ' ',')" \
     --aptopt='APT::Install-Recommends "false"' \
+    --aptopt='Acquire::Languages "none"' \
     ${valid_until:+--aptopt="Acquire::Check-Valid-Until \"$valid_until\""} \
     ${check_date:+--aptopt="Acquire::Check-Date \"$check_date\""} \
     --dpkgopt='force-unsafe-io' \
