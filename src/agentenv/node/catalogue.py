@@ -1,10 +1,12 @@
 """Snapshots and templates by id and by name, in memory and in the store."""
 
+import asyncio
 import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime
 
+from agentenv.aio.tasks import to_its_end
 from agentenv.model.errors import NotFound
 from agentenv.model.ids import BlobId, LayerId, SnapshotId
 from agentenv.model.snapshot import Capture, Snapshot, Source
@@ -20,6 +22,7 @@ class Catalogue:
         self._storage = storage
         self._snapshots: dict[SnapshotId, Snapshot] = {}
         self._names: dict[str, SnapshotId] = {}
+        self._publishing = asyncio.Lock()  # names move in memory in the order in which they moved in the store
 
     async def load(self) -> None:
         for snapshot in await self._store.snapshots():
@@ -39,19 +42,12 @@ class Catalogue:
 
     async def add(self, snapshot: Snapshot) -> None:
         """Publish: durable, then visible. A name that another snapshot holds moves here."""
-        await self._store.insert_snapshot(snapshot, replace_names=True)
-        for name in snapshot.names:
-            if (holder := self._names.get(name)) is not None:
-                other = self._snapshots[holder]
-                self._snapshots[holder] = dataclasses.replace(other, names=tuple(n for n in other.names if n != name))
-        self._keep(snapshot)
+        async with self._publishing:
+            await to_its_end(f"publish {snapshot.id}", self._publish(snapshot))
 
     async def remove(self, snapshot: Snapshot) -> None:
-        await self._store.delete_snapshot(snapshot.id)
-        self._snapshots.pop(snapshot.id, None)
-        for name in snapshot.names:
-            if self._names.get(name) == snapshot.id:
-                del self._names[name]
+        async with self._publishing:
+            await to_its_end(f"withdraw {snapshot.id}", self._withdraw(snapshot.id))
 
     async def count_spawn(self, snapshot_id: SnapshotId, now: datetime) -> None:
         if (snapshot := self._snapshots.get(snapshot_id)) is not None:
@@ -68,6 +64,20 @@ class Catalogue:
             yield
         finally:
             self._storage.unpin(layers, blobs)
+
+    async def _publish(self, snapshot: Snapshot) -> None:
+        await self._store.insert_snapshot(snapshot, replace_names=True)
+        for name in snapshot.names:
+            if (holder := self._names.get(name)) is not None:
+                other = self._snapshots[holder]
+                self._snapshots[holder] = dataclasses.replace(other, names=tuple(n for n in other.names if n != name))
+        self._keep(snapshot)
+
+    async def _withdraw(self, snapshot_id: SnapshotId) -> None:
+        await self._store.delete_snapshot(snapshot_id)
+        self._snapshots.pop(snapshot_id, None)
+        for name in [name for name, holder in self._names.items() if holder == snapshot_id]:
+            del self._names[name]
 
     def _keep(self, snapshot: Snapshot) -> None:
         self._snapshots[snapshot.id] = snapshot

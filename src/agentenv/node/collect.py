@@ -9,12 +9,12 @@ import asyncio
 import structlog
 
 from agentenv.aio.clock import Clock
-from agentenv.model.errors import AgentEnvError
 from agentenv.node.catalogue import Catalogue, parts_of
 from agentenv.node.registry import Registry
 from agentenv.storage.contract import Collected, Storage
 
 SETTLE_S = 1.0
+RETRY_S = 60.0
 log = structlog.get_logger(__name__)
 
 
@@ -38,8 +38,10 @@ class Collector:
             self._nudged.clear()
             try:
                 await self.collect()
-            except AgentEnvError as error:
-                log.warning("collection failed", error=str(error))
+            except Exception:  # garbage that stays for now; never the end of collecting
+                log.exception("collection failed and will be tried again")
+                self._nudged.set()
+                await self._clock.sleep(RETRY_S)
 
     async def collect(self) -> Collected:
         captures = [s.capture for s in self._catalogue.all()]
