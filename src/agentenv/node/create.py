@@ -4,7 +4,7 @@ import asyncio
 from datetime import timedelta
 
 from agentenv.aio.failpoints import failpoint
-from agentenv.model.errors import Exhausted, Invalid, NoSpace, Unsupported
+from agentenv.model.errors import DeadlineExceeded, Exhausted, Invalid, NoSpace, Unsupported
 from agentenv.model.ids import SandboxId
 from agentenv.model.lifecycle import Event, State
 from agentenv.model.sandbox import CreateSandbox, Sandbox
@@ -61,6 +61,7 @@ async def start(host: Host, sandbox: Sandbox, capture: Capture, timeout_s: int, 
     if capture.disk is None:
         raise Invalid("this capture has no disk of its own")
     with host.catalogue.pinned(capture):
+        check_room(host)  # no await from here to the reservation: creates at once must not all see the last place
         host.registry.reserve(sandbox)
         try:
             async with asyncio.timeout(host.settings.operation_timeout_s):
@@ -71,8 +72,10 @@ async def start(host: Host, sandbox: Sandbox, capture: Capture, timeout_s: int, 
                     running = await host.registry.apply(
                         sandbox.id, Event.DONE, started_at=now, ends_at=now + timedelta(seconds=timeout_s)
                     )
-        except BaseException:
+        except BaseException as error:
             await abandon(host, sandbox)
+            if isinstance(error, TimeoutError):
+                raise DeadlineExceeded("the sandbox did not start in time and was removed") from error
             raise
     await failpoint(f"{verb}.done")
     return running
@@ -80,16 +83,21 @@ async def start(host: Host, sandbox: Sandbox, capture: Capture, timeout_s: int, 
 
 async def admit(host: Host, count: int = 1) -> None:
     """Refuse before anything is taken when the node is full: `Exhausted` or `NoSpace`."""
-    if len(host.registry.all()) + count > host.settings.max_sandboxes:
-        raise Exhausted(
-            f"this node holds its limit of {host.settings.max_sandboxes} sandboxes",
-            hint="delete some, or raise sandbox.max_sandboxes",
-        )
+    check_room(host, count)
     free_mib = (await host.storage.usage()).free_bytes >> 20
     if free_mib < host.settings.min_free_disk_mib:
         raise NoSpace(
             f"only {free_mib} MiB of disk are free and {host.settings.min_free_disk_mib} are kept in reserve",
             hint="delete sandboxes or templates, or lower sandbox.min_free_disk_mib",
+        )
+
+
+def check_room(host: Host, count: int = 1) -> None:
+    """`Exhausted` unless *count* more sandboxes may be on this node, those that are starting included."""
+    if count and len(host.registry) + count > host.settings.max_sandboxes:
+        raise Exhausted(
+            f"this node holds its limit of {host.settings.max_sandboxes} sandboxes",
+            hint="delete some, or raise sandbox.max_sandboxes",
         )
 
 

@@ -7,8 +7,9 @@ from datetime import datetime, timedelta
 import structlog
 
 from agentenv.aio.clock import Clock
+from agentenv.aio.operations import Operations
 from agentenv.aio.tasks import Tasks
-from agentenv.model.errors import AgentEnvError, NotFound
+from agentenv.model.errors import NotFound
 from agentenv.model.ids import SandboxId
 from agentenv.model.lifecycle import State
 from agentenv.model.sandbox import OnTimeout, Sandbox
@@ -29,9 +30,12 @@ class Expiry:
     have been moved while the sandbox was busy with something else.
     """
 
-    def __init__(self, clock: Clock, registry: Registry, tasks: Tasks, *, kill: Verb, pause: Verb) -> None:
+    def __init__(
+        self, clock: Clock, registry: Registry, operations: Operations, tasks: Tasks, *, kill: Verb, pause: Verb
+    ) -> None:
         self._clock = clock
         self._registry = registry
+        self._operations = operations
         self._tasks = tasks
         self._kill = kill
         self._pause = pause
@@ -52,22 +56,29 @@ class Expiry:
         while True:
             self._changed.clear()
             now = self._clock.now()
+            upcoming = now + timedelta(seconds=LONGEST_NAP_S)
             for sandbox in self._registry.all():
-                if (due := self._due(sandbox)) is not None and due <= now:
-                    self._under_way.add(sandbox.id)
-                    self._tasks.start(f"expire {sandbox.id}", self._expire(sandbox))
-            upcoming = [due for sandbox in self._registry.all() if (due := self._due(sandbox)) is not None]
-            nap_s = min(((due - now).total_seconds() for due in upcoming), default=LONGEST_NAP_S)
-            nap = self._tasks.start("nap until the next deadline", self._clock.sleep(min(nap_s, LONGEST_NAP_S)))
-            change = self._tasks.start("wait for a moved deadline", self._changed.wait())
-            try:
-                await asyncio.wait((nap, change), return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                nap.cancel()
-                change.cancel()
+                if sandbox.id in self._under_way or (due := self._due(sandbox)) is None:
+                    continue
+                if due > now:
+                    upcoming = min(upcoming, due)
+                    continue
+                self._under_way.add(sandbox.id)
+                self._tasks.start(f"expire {sandbox.id}", self._expire(sandbox.id))
+            await self._nap_until(upcoming)
+
+    async def _nap_until(self, instant: datetime) -> None:
+        """Return at *instant*, by the wall clock even if that is set meanwhile, or when a deadline has moved."""
+        nap = self._tasks.start("nap until the next deadline", self._clock.sleep_until(instant))
+        change = self._tasks.start("wait for a moved deadline", self._changed.wait())
+        try:
+            await asyncio.wait((nap, change), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            nap.cancel()
+            change.cancel()
 
     def _due(self, sandbox: Sandbox) -> datetime | None:
-        if sandbox.ends_at is None or sandbox.id in self._under_way:
+        if sandbox.ends_at is None:
             return None
         # One in error holds a disk and counts against limits: it goes when it would have gone anyway.
         errored = sandbox.state is State.ERROR and sandbox.on_timeout is OnTimeout.KILL
@@ -75,16 +86,20 @@ class Expiry:
             return None
         return max(sandbox.ends_at, self._not_before.get(sandbox.id, sandbox.ends_at))
 
-    async def _expire(self, sandbox: Sandbox) -> None:
-        log.info("sandbox expired", sandbox=sandbox.id, on_timeout=sandbox.on_timeout.value)
-        verb = self._pause if sandbox.on_timeout is OnTimeout.PAUSE else self._kill
+    async def _expire(self, sandbox_id: SandboxId) -> None:
         try:
-            await verb(sandbox.id)
+            await self._operations.settle(sandbox_id)
+            sandbox = self._registry.get(sandbox_id)
+            if (due := self._due(sandbox)) is None or due > self._clock.now():
+                return
+            log.info("sandbox expired", sandbox=sandbox_id, on_timeout=sandbox.on_timeout.value)
+            # No await since it was found to be due, and the verb begins before it waits for anything.
+            await (self._pause if sandbox.on_timeout is OnTimeout.PAUSE else self._kill)(sandbox_id)
         except NotFound:
             return
-        except AgentEnvError as error:
-            self._not_before[sandbox.id] = self._clock.now() + timedelta(seconds=RETRY_S)
-            log.warning("expiry failed and will be tried again", sandbox=sandbox.id, error=str(error))
+        except Exception as error:  # whatever it was, it must not be met again at once
+            self._not_before[sandbox_id] = self._clock.now() + timedelta(seconds=RETRY_S)
+            log.warning("expiry failed and will be tried again", sandbox=sandbox_id, error=str(error), exc_info=True)
         finally:
-            self._under_way.discard(sandbox.id)
+            self._under_way.discard(sandbox_id)
             self._changed.set()

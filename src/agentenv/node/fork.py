@@ -94,7 +94,8 @@ async def _copy(host: Host, sandbox_id: SandboxId, event: Event, verb: str) -> t
                     await go_on(host, live)
                     kept = _pin(host, capture)
             await failpoint(f"{verb}.source_runs")
-            return await host.registry.apply(sandbox_id, Event.DONE), capture
+            # A store that is full now changes nothing: a restart finds the guest running, too.
+            return await host.registry.conclude(sandbox_id, Event.DONE), capture
     except BaseException as error:
         if kept is not None:
             _unpin(host, kept)

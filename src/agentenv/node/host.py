@@ -12,7 +12,7 @@ from typing import Protocol
 from agentenv.aio.clock import Clock
 from agentenv.aio.operations import Operations
 from agentenv.aio.tasks import Tasks
-from agentenv.guest.contract import Agent, Agents
+from agentenv.guest.contract import Agent, Agents, CaBundle
 from agentenv.model.ids import SandboxId
 from agentenv.model.machine import BlockTarget, Fingerprint
 from agentenv.model.sandbox import Sandbox
@@ -21,7 +21,7 @@ from agentenv.node.catalogue import Catalogue
 from agentenv.node.collect import Collector
 from agentenv.node.registry import Registry
 from agentenv.node.timings import Timings
-from agentenv.state.contract import Store
+from agentenv.state.contract import Quarantined, Store
 from agentenv.storage.contract import Storage
 from agentenv.vmm.contract import Instance, Vmm, VmPlan
 
@@ -45,7 +45,7 @@ class NodeSettings:
     kernel: Path
     initramfs: Path
     node_id: str = "node"
-    ca_bundle: str | None = None  # PEM that guests trust beside their own
+    ca_bundle: CaBundle | None = None
     max_sandboxes: int = 1000
     max_timeout_s: int = 30 * 24 * 3600
     min_free_disk_mib: int = 1024
@@ -84,9 +84,14 @@ class Host:
     tasks: Tasks
     timings: Timings
     collector: Collector
+    # Every VM that takes up a slot, from the start of its process until the slot is given back.
+    held: dict[SandboxId, Live] = field(default_factory=dict)
+    # Those of them that serve: neither still starting nor being ended.
     live: dict[SandboxId, Live] = field(default_factory=dict)
+    # Those that did not end when they were told to: the sweeper tries again.
+    unended: set[SandboxId] = field(default_factory=set)
     # Records that this release cannot read: what they may refer to is left alone until someone has looked.
-    quarantined: frozenset[str] = frozenset()
+    quarantined: tuple[Quarantined, ...] = ()
     # Set by `node.service`: called when a VM ends that nobody stopped.
     on_vm_lost: Callable[[SandboxId, Live], Awaitable[None]] | None = None
 

@@ -7,45 +7,56 @@ removed; a crash after it finds the process and finishes or ends it.
 
 import asyncio
 import secrets
-import shutil
 import uuid
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 
 from agentenv.aio.failpoints import failpoint
-from agentenv.guest.contract import Identity
-from agentenv.model.errors import Bug
+from agentenv.aio.tasks import spawn
+from agentenv.guest.contract import Agent, Identity
+from agentenv.model.errors import Bug, Unavailable
 from agentenv.model.ids import SandboxId
+from agentenv.model.lifecycle import State
 from agentenv.model.sandbox import Sandbox
 from agentenv.model.snapshot import Capture
 from agentenv.node.host import Host, Live
+from agentenv.node.retire import remove_run_dir, retire
+from agentenv.node.undo import undone_on_failure
+from agentenv.vmm.contract import Instance
 
 
 @asynccontextmanager
 async def launched(host: Host, sandbox: Sandbox, capture: Capture, *, verb: str) -> AsyncIterator[Live]:
     """A VM of *sandbox* that runs user code, and everything it holds.
 
-    The sandbox's disk exists already. Leaving with an exception takes everything
-    down again except the disk; leaving normally keeps it in ``host.live``. The
-    caller says "running" inside the context, and holds a pin on *capture*.
+    The sandbox's disk exists already. The caller says "running" inside the context, and
+    holds a pin on *capture*. Leaving normally keeps the VM in ``host.live``, and so does
+    leaving with an exception once the sandbox is running: that is durable, and takes a
+    verb to undo. Any other exception takes everything down again except the disk.
     """
-    async with AsyncExitStack() as taken:
+    async with undone_on_failure(f"start of {sandbox.id}") as taken:
         with host.timings.stage(verb, "acquire"):
             slot = await host.slots.acquire(sandbox.id, sandbox.egress)
             taken.push_async_callback(host.slots.release, slot)
-            memory = await host.storage.attach_memory(sandbox.id, capture.memory)
+            # An attachment cut short may stand, or be left from an end that failed half-way.
             taken.push_async_callback(host.storage.detach, sandbox.id)
+            await host.storage.detach(sandbox.id)
+            memory = await host.storage.attach_memory(sandbox.id, capture.memory)
             disk = await host.storage.open_disk(sandbox.id)
 
         plan = host.plan(sandbox, slot, memory, disk)
-        taken.push_async_callback(remove_run_dir, host, sandbox)
+        taken.push_async_callback(remove_run_dir, plan.run_dir)
 
         async def fill(pid: int) -> None:
             await host.storage.fill_memory(sandbox.id, pid)
 
         with host.timings.stage(verb, "restore"):
             instance = await host.vmm.restore(plan, host.storage.blob_path(capture.device_state), fill)
-            taken.push_async_callback(instance.stop)
+            # From here on a slot must not be given back before its VMM is gone, and `retire` knows how.
+            taken.pop_all()
+            agent = host.agents.agent(slot.address, secret=host.credentials.control_secret(sandbox.id))
+            host.held[sandbox.id] = live = Live(instance, agent, slot)
+            taken.push_async_callback(retire, host, sandbox.id)
         await failpoint(f"{verb}.restored")
 
         with host.timings.stage(verb, "journal"):
@@ -53,46 +64,54 @@ async def launched(host: Host, sandbox: Sandbox, capture: Capture, *, verb: str)
         await failpoint(f"{verb}.journalled")
 
         with host.timings.stage(verb, "agent"):
-            agent = host.agents.agent(slot.address, secret=host.credentials.control_secret(sandbox.id))
-            taken.push_async_callback(agent.close)
             await instance.resume()
-            secret = host.credentials.control_secret(capture.control_of)
-            await agent.init(identity_of(host, sandbox), secret=secret, timeout_s=host.settings.agent_timeout_s)
+            await answering(host, sandbox, instance, agent, secret=host.credentials.control_secret(capture.control_of))
         await failpoint(f"{verb}.ready")
 
         # Held before the record says "running", so that whoever reads the record finds the VM.
-        live = Live(instance, agent, slot)
-        hold(host, sandbox.id, live)
-        taken.callback(host.live.pop, sandbox.id, None)
-        yield live
-        taken.pop_all()
+        serve(host, sandbox.id, live)
+        try:
+            yield live
+        except BaseException:
+            if is_running(host, sandbox.id):
+                taken.pop_all()
+            raise
 
 
-def hold(host: Host, sandbox_id: SandboxId, live: Live) -> None:
+async def answering(host: Host, sandbox: Sandbox, instance: Instance, agent: Agent, *, secret: str | None) -> None:
+    """Give the guest its identity and return when user code runs; *secret* is what its agent holds now.
+
+    `Unavailable` at once, with its last words, if the VM ends meanwhile.
+    """
+    timeout_s = host.settings.agent_timeout_s
+    init = spawn(f"init {sandbox.id}", agent.init(identity_of(host, sandbox), secret=secret, timeout_s=timeout_s))
+    died = spawn(f"watch start {sandbox.id}", instance.wait_exit())
+    try:
+        await asyncio.wait((init, died), return_when=asyncio.FIRST_COMPLETED)
+        if not init.done():
+            words = died.result().log_tail.strip()
+            raise Unavailable("the virtual machine ended while it started" + (f": {words[-1000:]}" if words else ""))
+        init.result()
+    finally:
+        init.cancel()
+        died.cancel()
+        await asyncio.wait((init, died))
+        if not init.cancelled():
+            init.exception()  # looked at, even if it came together with something worse
+
+
+def serve(host: Host, sandbox_id: SandboxId, live: Live) -> None:
     """Make *live* the sandbox's VM, and watch it: a VMM that ends by itself is noticed at once."""
     if sandbox_id in host.live:
         raise Bug(f"sandbox {sandbox_id} has a VM already")
-    host.live[sandbox_id] = live
     host.tasks.start(f"watch {sandbox_id}", _watch(host, sandbox_id, live))
+    host.held[sandbox_id] = live
+    host.live[sandbox_id] = live
 
 
-async def retire(host: Host, sandbox: Sandbox) -> None:
-    """End the sandbox's VM and give back what it held; its disk stays. Idempotent.
-
-    The VM is taken out of ``host.live`` first, so that the watcher knows that this
-    end was asked for, and the slot is released only after the process is gone.
-    """
-    live = host.live.pop(sandbox.id, None)
-    if live is not None:
-        await live.agent.close()
-        await live.instance.stop()
-        await host.slots.release(live.slot)
-    await host.storage.detach(sandbox.id)
-    await remove_run_dir(host, sandbox)
-
-
-async def remove_run_dir(host: Host, sandbox: Sandbox) -> None:
-    await asyncio.to_thread(shutil.rmtree, host.run_dir(sandbox), ignore_errors=True)
+def is_running(host: Host, sandbox_id: SandboxId) -> bool:
+    sandbox = host.registry.find(sandbox_id)
+    return sandbox is not None and sandbox.state is State.RUNNING
 
 
 def identity_of(host: Host, sandbox: Sandbox) -> Identity:

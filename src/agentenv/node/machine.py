@@ -3,9 +3,12 @@
 import asyncio
 import os
 import platform
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import structlog
 
 import agentenv
 from agentenv.aio.clock import Clock
@@ -16,6 +19,7 @@ if TYPE_CHECKING:
     from agentenv.node.host import Host
 
 SAMPLE_EVERY_S = 5.0
+log = structlog.get_logger(__name__)
 
 
 @dataclass(slots=True)
@@ -35,11 +39,15 @@ class Gauge:
         self.memory_total_bytes = 0
         self.memory_used_bytes = 0
         self.disks: tuple[DiskUse, ...] = ()
+        self.cpu: dict[str, str] = {}  # what /proc/cpuinfo says of the first one
         self._busy_idle = (0, 0)
 
     async def run(self, clock: Clock) -> None:
         while True:
-            await asyncio.to_thread(self.sample)
+            try:
+                await asyncio.to_thread(self.sample)
+            except (OSError, ValueError, LookupError):  # a page that shows old figures, not a node without any
+                log.exception("the machine could not be measured")
             await clock.sleep(SAMPLE_EVERY_S)
 
     def sample(self) -> None:
@@ -56,13 +64,14 @@ class Gauge:
         self.memory_total_bytes = kib["MemTotal"] << 10
         self.memory_used_bytes = (kib["MemTotal"] - kib["MemAvailable"]) << 10
         self.disks = tuple(_disks())
+        self.cpu = self.cpu or _first_cpu()
 
 
 def _disks() -> list[DiskUse]:
     """Mounted block devices, each once."""
     found: dict[str, DiskUse] = {}
     for line in Path("/proc/self/mounts").read_text().splitlines():
-        device, mount_point, filesystem = line.split()[:3]
+        device, mount_point, filesystem = (_unescaped(field) for field in line.split(" ")[:3])
         if not device.startswith("/dev/") or device in found:
             continue
         try:
@@ -74,16 +83,26 @@ def _disks() -> list[DiskUse]:
     return list(found.values())
 
 
-def info(host: "Host", counts: Counts, gauge: Gauge) -> NodeInfo:
+def _unescaped(field: str) -> str:
+    """Blanks and backslashes in a mount point are octal there."""
+    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), field)
+
+
+def _first_cpu() -> dict[str, str]:
+    lines = Path("/proc/cpuinfo").read_text().split("\n\n", 1)[0].splitlines()
+    return {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+
+
+def info(host: "Host", counts: Counts, gauge: Gauge, *, stopping: bool) -> NodeInfo:
     """A snapshot of the node's figures."""
     sandboxes = host.registry.all()
     paused = [s for s in sandboxes if s.state in (State.PAUSED, State.RESUMING)]
     active = [s for s in sandboxes if s.state not in (State.PAUSED, State.RESUMING, State.ERROR)]
-    cpu = _cpu()
+    cpu = gauge.cpu
     return NodeInfo(
         id=host.settings.node_id,
         version=agentenv.__version__,
-        status="ready",
+        status="draining" if stopping else "ready",
         driver=host.fingerprint.driver,
         accelerator=host.fingerprint.accelerator,
         cpu_architecture=platform.machine(),
@@ -106,14 +125,3 @@ def info(host: "Host", counts: Counts, gauge: Gauge) -> NodeInfo:
         paused_allocated_cpu=sum(s.machine.vcpu_count for s in paused),
         paused_allocated_memory_bytes=sum(s.machine.memory_bytes for s in paused),
     )
-
-
-_cpu_info: dict[str, str] = {}
-
-
-def _cpu() -> dict[str, str]:
-    if not _cpu_info:
-        for line in Path("/proc/cpuinfo").read_text().split("\n\n", 1)[0].splitlines():
-            name, _, value = line.partition(":")
-            _cpu_info[name.strip()] = value.strip()
-    return _cpu_info

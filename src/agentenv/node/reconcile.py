@@ -7,18 +7,26 @@ whatever no record explains is removed.
 
 import asyncio
 import shutil
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from datetime import timedelta
 from pathlib import Path
 
 import structlog
 
-from agentenv.model.errors import AgentEnvError, NotFound
+from agentenv.model.errors import NotFound
 from agentenv.model.lifecycle import Event, State
+from agentenv.model.machine import ProcessIdentity
 from agentenv.model.sandbox import Sandbox
-from agentenv.node.destroy import remove_all
+from agentenv.network.contract import Slot
+from agentenv.node.destroy import delete
 from agentenv.node.host import Host, Live
-from agentenv.node.launch import hold, identity_of, retire
-from agentenv.node.still import go_on
+from agentenv.node.launch import answering, serve
+from agentenv.node.quarantine import spared
+from agentenv.node.retire import retire
+from agentenv.node.still import go_on_or_insist
+from agentenv.vmm.contract import Instance
 
 log = structlog.get_logger(__name__)
 
@@ -40,91 +48,119 @@ class Repaired:
 async def reconcile(host: Host) -> Repaired:
     """Called once at start, before any request is taken. One broken sandbox never stops the node."""
     done = Repaired()
-    records = host.registry.all()
-    await asyncio.gather(*(_one(host, sandbox, done) for sandbox in records))
+    unserved: list[Slot] = []  # taken over for a VM that then could not be
+    await asyncio.gather(*(_one(host, sandbox, done, unserved) for sandbox in host.registry.all()))
 
     # Nothing that is left over may still use a disk or a slot: processes go first.
-    keep = frozenset(live.instance.process.pid for live in host.live.values())
-    done.stray_vmms = len(await host.vmm.reap(host.settings.runtime_dir / "vm", keep))
-    done.stray_slots = await host.slots.reconcile([live.slot.index for live in host.live.values()])
+    leave = spared(host.quarantined)
+    kept = host.live.values()
+    pids = frozenset(live.instance.process.pid for live in kept)
+    done.stray_vmms = len(await host.vmm.reap(host.settings.runtime_dir / "vm", pids | leave.pids))
+    for slot in unserved:
+        await host.slots.release(slot)
+    done.stray_slots = await host.slots.reconcile([*(live.slot.index for live in kept), *leave.slots])
     for sandbox in [s for s in host.registry.all() if s.state in (State.CREATING, State.KILLING)]:
-        await remove_all(host, sandbox)
-        done.removed += 1
-    known = {sandbox.id for sandbox in host.registry.all()} | host.quarantined
+        with _tolerated("a half-done sandbox could not be removed", sandbox=sandbox.id):
+            await delete(host, sandbox.id)
+            done.removed += 1
+    known = {sandbox.id for sandbox in host.registry.all()} | leave.owners
     for owner in host.storage.owners() - known:
-        await host.storage.detach(owner)
-        await host.storage.remove(owner)
-        done.stray_owners += 1
+        with _tolerated("what nobody owns could not be removed", owner=owner):
+            await host.storage.detach(owner)
+            await host.storage.remove(owner)
+            done.stray_owners += 1
     for sandbox in host.registry.all():
         if sandbox.id not in host.live:
-            await host.storage.detach(sandbox.id)
-    done.stray_dirs = await asyncio.to_thread(_remove_stray_dirs, host)
+            with _tolerated("a sandbox's memory could not be detached", sandbox=sandbox.id):
+                await host.storage.detach(sandbox.id)
+    wanted = {live.instance.plan.run_dir for live in kept}
+    root = host.settings.runtime_dir / "vm"
+    done.stray_dirs = await asyncio.to_thread(_remove_stray_dirs, root, wanted, leave.owners)
     if not host.quarantined:
-        await host.collector.collect()
-    log.info("reconciled", **{name: getattr(done, name) for name in Repaired.__slots__})
+        with _tolerated("what nobody refers to could not be collected"):
+            await host.collector.collect()
+    log.info("reconciled", **{field.name: getattr(done, field.name) for field in fields(done)})
     return done
 
 
-async def _one(host: Host, sandbox: Sandbox, done: Repaired) -> None:
+@contextmanager
+def _tolerated(what: str, **about: str) -> Iterator[None]:
+    """Go on with the rest; a delete that is not finished is the sweeper's."""
+    try:
+        yield
+    except Exception:
+        log.exception(what, **about)
+
+
+async def _one(host: Host, sandbox: Sandbox, done: Repaired, unserved: list[Slot]) -> None:
     try:
         match sandbox.state:
             case State.RUNNING | State.PAUSING | State.SNAPSHOTTING | State.FORKING:
-                await _adopt(host, sandbox, done)
+                await _adopt(host, sandbox, done, unserved)
             case State.RESUMING if sandbox.process is None:
-                await host.registry.apply(sandbox.id, Event.ROLLED_BACK)
+                await host.registry.conclude(sandbox.id, Event.ROLLED_BACK, ends_at=None)
                 done.rolled_back += 1
             case State.RESUMING:
-                await _adopt(host, sandbox, done)
+                await _adopt(host, sandbox, done, unserved)
             case State.PAUSED | State.ERROR | State.CREATING | State.KILLING | State.GONE:
                 pass
-    except AgentEnvError as error:
+    except Exception as error:
         log.exception("sandbox could not be repaired", sandbox=sandbox.id, state=sandbox.state.value)
-        await _lost(host, sandbox, f"it could not be taken over after a restart: {error}", done)
+        with _tolerated("sandbox could not be given up", sandbox=sandbox.id):
+            await _lost(host, sandbox, f"it could not be taken over after a restart: {error}", done)
 
 
-async def _adopt(host: Host, sandbox: Sandbox, done: Repaired) -> None:
+async def _adopt(host: Host, sandbox: Sandbox, done: Repaired, unserved: list[Slot]) -> None:
     if sandbox.process is None or sandbox.slot_index is None:
         await _lost(host, sandbox, "the server stopped before its virtual machine was recorded", done)
         return
     await host.storage.recover_disk(sandbox.id, sandbox.process.pid)
     try:
-        slot = await host.slots.adopt(sandbox.id, sandbox.slot_index, sandbox.egress)
-        # The paths of a plan matter to a VMM that starts; one that runs is found by its directory.
-        run_dir = host.run_dir(sandbox)
-        plan = host.plan(sandbox, slot, run_dir / "memory", await host.storage.open_disk(sandbox.id))
-        instance = await host.vmm.adopt(plan, sandbox.process)
+        live = await _take_over(host, sandbox, sandbox.process, sandbox.slot_index, unserved)
     except NotFound:
         await _lost(host, sandbox, "its virtual machine ended while the server was down", done)
         return
-    agent = host.agents.agent(slot.address, secret=host.credentials.control_secret(sandbox.id))
-    live = Live(instance, agent, slot)
-    hold(host, sandbox.id, live)
+    serve(host, sandbox.id, live)
     if sandbox.state is State.RESUMING:
-        await instance.resume()
-        secret = host.credentials.control_secret(sandbox.id)
-        await agent.init(identity_of(host, sandbox), secret=secret, timeout_s=host.settings.agent_timeout_s)
-        await host.registry.apply(sandbox.id, Event.DONE, capture=None)
+        await _finish_resume(host, sandbox, live)
     elif sandbox.state is not State.RUNNING:
-        await go_on(host, live)
-        await host.registry.apply(sandbox.id, Event.ROLLED_BACK)
+        await go_on_or_insist(host, sandbox.id, live)
+        await host.registry.conclude(sandbox.id, Event.ROLLED_BACK)
     done.adopted += 1
 
 
+async def _take_over(
+    host: Host, sandbox: Sandbox, process: ProcessIdentity, slot_index: int, unserved: list[Slot]
+) -> Live:
+    slot = await host.slots.adopt(sandbox.id, slot_index, sandbox.egress)
+    try:
+        # The paths of a plan matter to a VMM that starts; one that runs is found by its directory.
+        plan = host.plan(sandbox, slot, host.run_dir(sandbox) / "memory", await host.storage.open_disk(sandbox.id))
+        instance: Instance = await host.vmm.adopt(plan, process)
+    except BaseException:
+        unserved.append(slot)  # its VMM may live, and is reaped first
+        raise
+    return Live(instance, host.agents.agent(slot.address, secret=host.credentials.control_secret(sandbox.id)), slot)
+
+
+async def _finish_resume(host: Host, sandbox: Sandbox, live: Live) -> None:
+    await live.instance.resume()
+    secret = host.credentials.control_secret(sandbox.id)  # of its own capture, and after the init of a resume alike
+    await answering(host, sandbox, live.instance, live.agent, secret=secret)
+    ends_at = sandbox.ends_at or host.clock.now() + timedelta(seconds=host.settings.auto_resume_timeout_s)
+    await host.registry.conclude(sandbox.id, Event.DONE, capture=None, ends_at=ends_at)
+
+
 async def _lost(host: Host, sandbox: Sandbox, reason: str, done: Repaired) -> None:
-    await retire(host, sandbox)
-    current = host.registry.get(sandbox.id)
-    await host.registry.apply(
-        sandbox.id, Event.LOST, reason=reason, process=None, slot_index=None, capture=None, ends_at=current.ends_at
-    )
+    await host.registry.conclude(sandbox.id, Event.LOST, reason=reason, process=None, slot_index=None, capture=None)
     done.lost += 1
+    await retire(host, sandbox.id)
 
 
-def _remove_stray_dirs(host: Host) -> int:
-    root = host.settings.runtime_dir / "vm"
+def _remove_stray_dirs(root: Path, wanted: Collection[Path], spared_owners: Collection[str]) -> int:
     if not root.is_dir():
         return 0
-    wanted = {host.run_dir(sandbox) for sandbox in host.registry.all() if sandbox.id in host.live}
-    stray = [path for path in root.iterdir() if path not in wanted]
+    stray = [path for path in root.iterdir() if path not in wanted and path.stem not in spared_owners]
     for path in stray:
         _remove(path)
     return len(stray)

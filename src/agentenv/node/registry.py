@@ -6,13 +6,15 @@ One lock per sandbox orders its writers. Whoever must know of a change (routes,
 deadlines, metrics) listens here: the only way up.
 """
 
-import asyncio
 import dataclasses
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
-from agentenv.aio.tasks import spawn
-from agentenv.model.errors import NotFound
+import structlog
+
+from agentenv.aio.lock import KeyedLock
+from agentenv.aio.tasks import to_its_end
+from agentenv.model.errors import AgentEnvError, NotFound
 from agentenv.model.ids import SandboxId
 from agentenv.model.lifecycle import Event, State, next_state
 from agentenv.model.sandbox import Sandbox
@@ -21,6 +23,8 @@ from agentenv.state.contract import Store
 Listener: TypeAlias = Callable[[Sandbox | None, Sandbox | None], None]
 """Called with the value before and after; None before it exists and when it is gone. Must not block."""
 
+log = structlog.get_logger(__name__)
+
 
 class Registry:
     """The sandboxes of one node."""
@@ -28,20 +32,24 @@ class Registry:
     def __init__(self, store: Store) -> None:
         self._store = store
         self._sandboxes: dict[SandboxId, Sandbox] = {}
-        self._recorded: set[SandboxId] = set()
-        self._locks: dict[SandboxId, asyncio.Lock] = {}
+        # Where each record stands: what the next write compares with. Behind the memory after `conclude` only.
+        self._recorded: dict[SandboxId, tuple[State, int]] = {}
+        self._locks: KeyedLock[SandboxId] = KeyedLock()
         self._listeners: list[Listener] = []
 
     def __repr__(self) -> str:
         counts = {state.value: n for state in State if (n := sum(s.state is state for s in self.all()))}
         return f"<Registry {counts}>"
 
+    def __len__(self) -> int:
+        return len(self._sandboxes)
+
     def listen(self, listener: Listener) -> None:
         self._listeners.append(listener)
 
     def load(self, sandbox: Sandbox) -> None:
         """Take in a record read from the store at start."""
-        self._recorded.add(sandbox.id)
+        self._recorded[sandbox.id] = (sandbox.state, sandbox.generation)
         self._show(sandbox)
 
     def reserve(self, sandbox: Sandbox) -> None:
@@ -62,53 +70,62 @@ class Registry:
 
     async def apply(self, sandbox_id: SandboxId, event: Event, **changes: Any) -> Sandbox:
         """Move a sandbox along the lifecycle table, durably; raise `Conflict` for a move it may not make."""
-        async with self._lock(sandbox_id):
+        async with self._locks.hold(sandbox_id):
             before = self.get(sandbox_id)
             after = dataclasses.replace(before, state=next_state(before.state, event), **changes)
-            await self._write(before, after)
+            await self._write(after)
+            return after
+
+    async def conclude(self, sandbox_id: SandboxId, event: Event, **changes: Any) -> Sandbox:
+        """`apply`, even if the store cannot write now: then the move is seen in memory only.
+
+        For outcomes that a restart arrives at from the older record by itself, such as a
+        rollback: a full disk must not leave a sandbox half-way. The next write catches up.
+        """
+        async with self._locks.hold(sandbox_id):
+            before = self.get(sandbox_id)
+            after = dataclasses.replace(before, state=next_state(before.state, event), **changes)
+            await self._write(after, needed=False)
             return after
 
     async def change(self, sandbox_id: SandboxId, **changes: Any) -> Sandbox:
         """Change fields, durably, in whatever state the sandbox is."""
-        async with self._lock(sandbox_id):
-            before = self.get(sandbox_id)
-            after = dataclasses.replace(before, **changes)
-            await self._write(before, after)
+        async with self._locks.hold(sandbox_id):
+            after = dataclasses.replace(self.get(sandbox_id), **changes)
+            await self._write(after)
             return after
 
     async def forget(self, sandbox_id: SandboxId) -> None:
         """Delete the record; idempotent."""
-        async with self._lock(sandbox_id):
+        async with self._locks.hold(sandbox_id):
             if sandbox_id in self._recorded:
-                await self._store.delete_sandbox(sandbox_id)
-                self._recorded.discard(sandbox_id)
+                await to_its_end(f"delete the record of {sandbox_id}", self._store.delete_sandbox(sandbox_id))
+                self._recorded.pop(sandbox_id, None)
             before = self._sandboxes.pop(sandbox_id, None)
-            self._locks.pop(sandbox_id, None)
             if before is not None:
                 self._tell(before, None)
 
-    async def _write(self, before: Sandbox, after: Sandbox) -> None:
+    async def _write(self, after: Sandbox, *, needed: bool = True) -> None:
         """Write, and return only when it is known whether that happened, cancelled or not.
 
         A caller cut short in the middle could not tell otherwise whether its move is
         recorded, and would undo a pause that a restart will find committed.
         """
-        writing = spawn(f"record {after.id}", self._write_through(before, after))
-        try:
-            await asyncio.shield(writing)
-        except asyncio.CancelledError:
-            await asyncio.wait([writing])
-            writing.result()
-            raise
+        await to_its_end(f"record {after.id}", self._write_through(after, needed=needed))
 
-    async def _write_through(self, before: Sandbox, after: Sandbox) -> None:
-        if after.id in self._recorded:
-            await self._store.update_sandbox(after, state=before.state, generation=before.generation)
-        else:
-            await self._store.insert_sandbox(after)
-            self._recorded.add(after.id)
-        if after.id in self._sandboxes:
-            self._show(after)
+    async def _write_through(self, after: Sandbox, *, needed: bool) -> None:
+        try:
+            if (recorded := self._recorded.get(after.id)) is not None:
+                state, generation = recorded
+                await self._store.update_sandbox(after, state=state, generation=generation)
+            else:
+                await self._store.insert_sandbox(after)
+            self._recorded[after.id] = (after.state, after.generation)
+        except AgentEnvError as error:
+            if needed:
+                raise
+            log.warning("a move is not recorded yet", sandbox=after.id, state=after.state.value, error=str(error))
+        self._show(after)
 
     def _show(self, sandbox: Sandbox) -> None:
         before = self._sandboxes.get(sandbox.id)
@@ -117,7 +134,7 @@ class Registry:
 
     def _tell(self, before: Sandbox | None, after: Sandbox | None) -> None:
         for listener in self._listeners:
-            listener(before, after)
-
-    def _lock(self, sandbox_id: SandboxId) -> asyncio.Lock:
-        return self._locks.setdefault(sandbox_id, asyncio.Lock())
+            try:
+                listener(before, after)
+            except Exception:  # what happened has happened, whatever a listener makes of it
+                log.exception("a listener of the registry failed")

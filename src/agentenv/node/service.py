@@ -5,14 +5,15 @@ who waits and who is cut short; what a verb does is in the verb's own module.
 """
 
 import asyncio
+import uuid
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from datetime import timedelta
+from datetime import datetime, timedelta
 from typing import Any, TypeVar
 
 import structlog
 
 from agentenv.guest.contract import GuestMetrics
-from agentenv.model.errors import AgentEnvError, Conflict, Exhausted, Invalid, NotFound
+from agentenv.model.errors import AgentEnvError, Conflict, Invalid, NotFound, Unavailable
 from agentenv.model.ids import SandboxId, new_sandbox_id, parse_sandbox_id
 from agentenv.model.lifecycle import State
 from agentenv.model.policy import EgressPolicy
@@ -23,7 +24,8 @@ from agentenv.node.contract import LogLine, NodeInfo, Route, SignatureCheck, Tok
 from agentenv.node.expire import Expiry
 from agentenv.node.host import Host, Live
 from agentenv.node.reconcile import Repaired, reconcile
-from agentenv.node.still import live_of
+from agentenv.node.still import KILL, live_of
+from agentenv.node.sweep import sweep_for_ever
 
 T = TypeVar("T")
 log = structlog.get_logger(__name__)
@@ -37,7 +39,10 @@ class NodeService:
         self._host = host
         self._counts = machine.Counts()
         self._gauge = machine.Gauge()
-        self._expiry = Expiry(host.clock, host.registry, host.tasks, kill=self.delete, pause=self.pause)
+        self._stopping = False
+        self._expiry = Expiry(
+            host.clock, host.registry, host.operations, host.tasks, kill=self.delete, pause=self.pause
+        )
         host.on_vm_lost = self._vm_lost
 
     async def start(self) -> Repaired:
@@ -45,12 +50,14 @@ class NodeService:
         for sandbox in await self._host.store.sandboxes():
             self._host.registry.load(sandbox)
         await self._host.catalogue.load()
-        self._host.quarantined = frozenset(one.id for one in await self._host.store.quarantined())
+        self._host.quarantined = tuple(await self._host.store.quarantined())
         repaired = await reconcile(self._host)
         self._host.tasks.start("expiry", self._expiry.run())
+        self._host.tasks.start("sweeper", sweep_for_ever(self._host))
         if self._host.quarantined:
             log.error(
-                "records cannot be read; nothing is collected until they are repaired", ids=self._host.quarantined
+                "records cannot be read; nothing is collected until they are repaired",
+                ids=[record.id for record in self._host.quarantined],
             )
         else:
             self._host.tasks.start("collector", self._host.collector.run())
@@ -59,20 +66,25 @@ class NodeService:
 
     async def stop(self) -> None:
         """Let operations end; leave VMs running, for the next server to take over."""
+        self._stopping = True
         await self._host.operations.close()
         await self._host.tasks.close()
-        for live in self._host.live.values():
-            await live.agent.close()
+        for held in list(self._host.held.values()):
+            await held.agent.close()
 
     # Sandboxes
 
     async def create(self, request: CreateSandbox) -> Sandbox:
         self._host.catalogue.find(request.template)
         sandbox_id = new_sandbox_id()
+        return await self._run(sandbox_id, "create", lambda: self._create(sandbox_id, request))
+
+    async def _create(self, sandbox_id: SandboxId, request: CreateSandbox) -> Sandbox:
+        """Counted here, not where the caller waits: one that hung up may have made a sandbox all the same."""
         self._counts.starting += 1
         try:
-            created = await self._run(sandbox_id, "create", lambda: create.create(self._host, sandbox_id, request))
-        except Exception:
+            created = await create.create(self._host, sandbox_id, request)
+        except BaseException:
             self._counts.create_fails += 1
             raise
         finally:
@@ -92,16 +104,20 @@ class NodeService:
     async def connect(self, sandbox_id: str, timeout_s: int) -> tuple[Sandbox, bool]:
         create.check_timeout(self._host, timeout_s)
         known = self._known(sandbox_id)
+        # From now, not from when it runs again: then whoever joins a resume finds nothing left to extend.
+        wanted = self._host.clock.now() + timedelta(seconds=timeout_s)
         await self._host.operations.settle(known)
         resumed = self.get(known).state is State.PAUSED
         if resumed:
             # Somebody else may resume it first: then their result is ours, and so is the longer life.
             await self._run(known, "resume", lambda: resume.resume(self._host, known, timeout_s, None))
-        return await self.extend(known, timeout_s), resumed
+        return await self._extend(known, wanted), resumed
 
     async def wake(self, sandbox_id: str) -> Sandbox:
         known = self._known(sandbox_id)
-        if not self.get(known).auto_resume:
+        await self._host.operations.settle(known)
+        sandbox = self.get(known)
+        if sandbox.state is State.PAUSED and not sandbox.auto_resume:
             raise Conflict("the sandbox is paused and does not resume by itself")
         sandbox, _ = await self.connect(known, self._host.settings.auto_resume_timeout_s)
         return sandbox
@@ -115,43 +131,57 @@ class NodeService:
         return await self._own(f"snapshot {known}", fork.snapshot(self._host, known, name))
 
     async def delete(self, sandbox_id: str) -> None:
-        known = self._known(sandbox_id)
-        await self._host.operations.cut(known, "kill", lambda: destroy.delete(self._host, known))
+        known = self._host.registry.get(parse_sandbox_id(sandbox_id)).id
+        await self._host.operations.cut(known, KILL, lambda: destroy.delete(self._host, known))
 
     async def set_timeout(self, sandbox_id: str, timeout_s: int) -> Sandbox:
         create.check_timeout(self._host, timeout_s)
         known = self._known(sandbox_id)
-        await self._host.operations.settle(known)
-        live_of(self._host, known)
-        return await self._host.registry.change(known, ends_at=self._host.clock.now() + timedelta(seconds=timeout_s))
+
+        async def move() -> Sandbox:
+            live_of(self._host, known)
+            ends_at = self._host.clock.now() + timedelta(seconds=timeout_s)
+            return await self._host.registry.change(known, ends_at=ends_at)
+
+        return await self._in_turn(known, "set timeout", move)
 
     async def extend(self, sandbox_id: str, duration_s: int) -> Sandbox:
         if not 0 <= duration_s <= self._host.settings.max_timeout_s:
             raise Invalid(f"duration must be 0 to {self._host.settings.max_timeout_s} seconds, not {duration_s}")
         known = self._known(sandbox_id)
+        return await self._extend(known, self._host.clock.now() + timedelta(seconds=duration_s))
+
+    async def _extend(self, known: SandboxId, wanted: datetime) -> Sandbox:
+        async def move() -> Sandbox:
+            live_of(self._host, known)
+            sandbox = self.get(known)
+            if sandbox.ends_at is None or sandbox.ends_at >= wanted:
+                return sandbox
+            return await self._host.registry.change(known, ends_at=wanted)
+
         await self._host.operations.settle(known)
         sandbox = self.get(known)
-        live_of(self._host, known)
-        wanted = self._host.clock.now() + timedelta(seconds=duration_s)
-        if sandbox.ends_at is None or sandbox.ends_at >= wanted:
+        if sandbox.state is State.RUNNING and (sandbox.ends_at is None or sandbox.ends_at >= wanted):
             return sandbox
-        return await self._host.registry.change(known, ends_at=wanted)
+        return await self._in_turn(known, "extend", move)
 
     async def set_egress(self, sandbox_id: str, policy: EgressPolicy) -> Sandbox:
         known = self._known(sandbox_id)
-        return await self._own(f"egress {known}", self._set_egress(known, policy))
 
-    async def _set_egress(self, known: SandboxId, policy: EgressPolicy) -> Sandbox:
-        await self._host.operations.settle(known)
-        live = live_of(self._host, known)
-        await self._host.slots.apply(live.slot, policy)
-        return await self._host.registry.change(known, egress=policy)
+        async def apply() -> Sandbox:
+            live = live_of(self._host, known)
+            before = self.get(known).egress
+            await self._host.slots.apply(live.slot, policy)
+            try:
+                return await self._host.registry.change(known, egress=policy)
+            except AgentEnvError:
+                await self._host.slots.apply(live.slot, before)
+                raise
+
+        return await self._in_turn(known, "set egress", apply)
 
     def get(self, sandbox_id: str) -> Sandbox:
-        sandbox = self._host.registry.get(self._known(sandbox_id))
-        if sandbox.state is State.KILLING:
-            raise NotFound("no such sandbox")
-        return sandbox
+        return self._host.registry.get(self._known(sandbox_id))
 
     def sandboxes(self) -> Sequence[Sandbox]:
         visible = [s for s in self._host.registry.all() if s.state not in (State.KILLING, State.CREATING)]
@@ -167,7 +197,7 @@ class NodeService:
     def route(self, sandbox_id: str) -> Route:
         sandbox = self.get(sandbox_id)
         live = self._host.live.get(sandbox.id)
-        if live is None or not sandbox.state.has_guest:
+        if live is None or not sandbox.state.has_guest or sandbox.state is State.RESUMING:
             raise Conflict(f"the sandbox is {sandbox.state}" + (f": {sandbox.reason}" if sandbox.reason else ""))
         tokens = self.tokens(sandbox)
         return Route(sandbox, live.slot.address, tokens.envd, tokens.traffic)
@@ -209,25 +239,30 @@ class NodeService:
     # The node
 
     def info(self) -> NodeInfo:
-        return machine.info(self._host, self._counts, self._gauge)
+        return machine.info(self._host, self._counts, self._gauge, stopping=self._stopping)
 
     # Inside
 
     def _known(self, sandbox_id: str) -> SandboxId:
-        parsed = parse_sandbox_id(sandbox_id)
-        if self._host.registry.get(parsed).state is State.KILLING and self._host.operations.current(parsed) != "kill":
+        """The id of a sandbox that is there and not being deleted; `NotFound` otherwise."""
+        known = self._host.registry.get(parse_sandbox_id(sandbox_id))
+        if known.state is State.KILLING or self._host.operations.current(known.id) == KILL:
             raise NotFound("no such sandbox")
-        return parsed
+        return known.id
 
     async def _run(self, sandbox_id: SandboxId, name: str, verb: Callable[[], Coroutine[Any, Any, T]]) -> T:
         return await self._host.operations.run(sandbox_id, name, verb)
+
+    async def _in_turn(self, known: SandboxId, name: str, change: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """Run *change* as an operation that nothing else joins: the sandbox stays in its state meanwhile."""
+        return await self._run(known, f"{name} {uuid.uuid4()}", change)
 
     async def _own(self, name: str, work: Coroutine[Any, Any, T]) -> T:
         """Run *work* in a task of the node: a caller that hangs up leaves it going."""
         task = self._host.tasks.start(name, _outcome(work))
         await asyncio.wait((task,))
         if task.cancelled():
-            raise Exhausted("the server is stopping")
+            raise Unavailable("the server is stopping")
         result, error = task.result()
         if error is not None:
             raise error

@@ -17,6 +17,8 @@ from agentenv.model.sandbox import Sandbox
 from agentenv.model.snapshot import Capture
 from agentenv.node.host import Host, Live
 
+KILL = "kill"  # the name of the operation that deletes
+INSIST_AFTER_S = (1.0, 5.0, 15.0, 45.0)
 log = structlog.get_logger(__name__)
 
 
@@ -77,13 +79,39 @@ async def go_on(host: Host, live: Live) -> None:
 async def roll_back(host: Host, sandbox_id: SandboxId, live: Live) -> None:
     """After a failed pause, fork or snapshot: running again as before.
 
-    If the VM did not survive, its watcher says so as soon as this operation is over.
+    A guest that does not go on at once is asked a few times more in the background. If its VM did
+    not survive, its watcher says so as soon as this operation is over. Nothing is done
+    for a guest that is about to be killed: that never waits for a guest.
     """
     sandbox = host.registry.find(sandbox_id)
     if sandbox is None or sandbox.state not in (State.PAUSING, State.SNAPSHOTTING, State.FORKING):
         return
+    if host.operations.current(sandbox_id) == KILL:
+        return
+    await go_on_or_insist(host, sandbox_id, live)
+    await host.registry.conclude(sandbox_id, Event.ROLLED_BACK)
+
+
+async def go_on_or_insist(host: Host, sandbox_id: SandboxId, live: Live) -> None:
+    """`go_on` now, or soon: one lost request must not leave user processes frozen for ever."""
     try:
         await go_on(host, live)
     except AgentEnvError as error:
         log.warning("the guest did not go on", sandbox=sandbox_id, error=str(error))
-    await host.registry.apply(sandbox_id, Event.ROLLED_BACK)
+        host.tasks.start(f"let {sandbox_id} go on", _insist(host, sandbox_id, live))
+
+
+async def _insist(host: Host, sandbox_id: SandboxId, live: Live) -> None:
+    async def again() -> None:
+        if host.live.get(sandbox_id) is live:
+            await go_on(host, live)
+
+    for delay_s in INSIST_AFTER_S:
+        await host.clock.sleep(delay_s)
+        try:
+            # In its turn: nobody may be writing the guest down meanwhile.
+            await host.operations.run(sandbox_id, "go on", again)
+        except AgentEnvError as error:
+            log.warning("the guest still does not go on", sandbox=sandbox_id, error=str(error))
+        else:
+            return

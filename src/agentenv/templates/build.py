@@ -15,15 +15,17 @@ from typing import Final, Protocol
 
 from agentenv.aio.failpoints import failpoint
 from agentenv.guest.contract import Agent
-from agentenv.model.errors import Bug, Invalid
+from agentenv.model.errors import Bug, DeadlineExceeded, Invalid, Unavailable
 from agentenv.model.ids import new_sandbox_id, new_snapshot_id, parse_name
 from agentenv.model.lifecycle import State
 from agentenv.model.sandbox import Sandbox
 from agentenv.model.snapshot import Capture, Snapshot, Source, Stack
-from agentenv.node.create import admit, start
-from agentenv.node.destroy import delete
-from agentenv.node.host import Host
-from agentenv.node.launch import identity_of, remove_run_dir
+from agentenv.node.create import admit
+from agentenv.node.destroy import abandon
+from agentenv.node.host import Host, Live
+from agentenv.node.launch import answering, launched
+from agentenv.node.retire import remove_run_dir
+from agentenv.node.undo import undone_on_failure
 from agentenv.templates.contract import BuildEvent, BuildSpec, Progress
 from agentenv.templates.rootfs import build_ext4
 from agentenv.vmm.contract import Instance
@@ -122,41 +124,33 @@ async def _first_boot(host: Host, spec: BuildSpec, disk: Stack, taken: AsyncExit
 @asynccontextmanager
 async def _booted(host: Host, sandbox: Sandbox, disk: Stack) -> AsyncIterator[tuple[Instance, Agent]]:
     """A fresh VM of *sandbox* whose agent has its identity; gone when the context is left."""
-    async with AsyncExitStack() as taken:
+    async with undone_on_failure(f"first boot of {sandbox.id}") as taken:
         slot = await host.slots.acquire(sandbox.id, sandbox.egress)
         taken.push_async_callback(host.slots.release, slot)
         taken.push_async_callback(host.storage.remove, sandbox.id)
         target = await host.storage.create_disk(sandbox.id, disk)
         memory = await host.storage.attach_memory(sandbox.id, Stack((), sandbox.machine.memory_bytes))
-        taken.push_async_callback(host.storage.detach, sandbox.id)
-        taken.push_async_callback(remove_run_dir, host, sandbox)
-        instance = await host.vmm.boot(host.plan(sandbox, slot, memory, target))
-        taken.push_async_callback(instance.stop)
+        plan = host.plan(sandbox, slot, memory, target)
+        taken.push_async_callback(remove_run_dir, plan.run_dir)
+        instance = await host.vmm.boot(plan)
+        taken.pop_all()
         agent = host.agents.agent(slot.address, secret=host.credentials.control_secret(sandbox.id))
-        taken.push_async_callback(agent.close)
+        host.held[sandbox.id] = Live(instance, agent, slot)
+        taken.push_async_callback(abandon, host, sandbox)
         await _answering(host, sandbox, instance, agent)
         yield instance, agent
+    await abandon(host, sandbox)
 
 
 async def _answering(host: Host, sandbox: Sandbox, instance: Instance, agent: Agent) -> None:
     """Return when the agent answers; a guest that dies on the way is an error at once, with its last words."""
-    init = host.tasks.start(
-        f"first init {sandbox.id}",
-        agent.init(identity_of(host, sandbox), secret=None, timeout_s=host.settings.agent_timeout_s),
-    )
-    died = host.tasks.start(f"watch first boot {sandbox.id}", instance.wait_exit())
+
     try:
-        await asyncio.wait((init, died), return_when=asyncio.FIRST_COMPLETED)
-        if not init.done():
-            raise Invalid(
-                f"the guest did not come up: {died.result().log_tail[-1000:]}",
-                hint="is this a root filesystem that Linux can run?",
-            )
-        init.result()
-    finally:
-        init.cancel()
-        died.cancel()
-        await asyncio.wait((init, died))
+        await answering(host, sandbox, instance, agent, secret=None)
+    except Unavailable as error:
+        raise Invalid(
+            f"the guest did not come up: {error}", hint="is this a root filesystem that Linux can run?"
+        ) from error
 
 
 async def _warm_up(agent: Agent, host: Host, sandbox: Sandbox) -> None:
@@ -168,13 +162,26 @@ async def _warm_up(agent: Agent, host: Host, sandbox: Sandbox) -> None:
 async def _boot_test(host: Host, spec: BuildSpec, snapshot: Snapshot, say: Say) -> None:
     say("test", "starting a sandbox from it")
     candidate = _stand_in(host, spec)
-    await host.operations.run(
-        candidate.id, "create", lambda: start(host, candidate, snapshot.capture, timeout_s=600, verb="boot_test")
-    )
-    try:
-        await _run_shell(host.live[candidate.id].agent, "/bin/sh", host.credentials.envd_token(candidate.id))
-    finally:
-        await host.operations.cut(candidate.id, "kill", lambda: delete(host, candidate.id))
+    await host.operations.run(candidate.id, "boot test", lambda: _try_out(host, candidate, snapshot.capture))
+
+
+async def _try_out(host: Host, candidate: Sandbox, capture: Capture) -> None:
+    """Start *candidate* and run a shell in it.
+
+    It never gets beyond "creating": no client sees it, and no crash keeps it.
+    """
+    assert capture.disk is not None
+    with host.catalogue.pinned(capture):
+        host.registry.reserve(candidate)
+        try:
+            async with asyncio.timeout(host.settings.operation_timeout_s + COMMAND_TIMEOUT_S):
+                await host.storage.create_disk(candidate.id, capture.disk)
+                async with launched(host, candidate, capture, verb="boot_test") as live:
+                    await _run_shell(live.agent, "/bin/sh", host.credentials.envd_token(candidate.id))
+        except TimeoutError as error:
+            raise DeadlineExceeded("a sandbox of the new template did not start in time") from error
+        finally:
+            await abandon(host, candidate)
 
 
 async def _run_shell(agent: Agent, shell: str, token: str) -> None:

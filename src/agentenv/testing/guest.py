@@ -50,10 +50,12 @@ class FakeAgent:
         await self._step("thaw", timeout_s)
 
     async def metrics(self, *, access_token: str | None, timeout_s: float) -> GuestMetrics:
+        del access_token
         await self._step("metrics", timeout_s)
         return GuestMetrics(0, 1, 0.0, 1 << 29, 1 << 27, 0, 1 << 30, 1 << 28)
 
     async def run(self, command: list[str], *, user: str, access_token: str | None, timeout_s: float) -> Completed:
+        del user, access_token
         await self._step(f"run {command[0]}", timeout_s)
         return Completed(0, b"", b"")
 
@@ -73,5 +75,5 @@ class FakeAgent:
                     await self.guests.go.wait()
             except TimeoutError as error:
                 raise DeadlineExceeded(f"{name} stalled") from error
-        if (error := self.guests.fail.get(name)) is not None:
-            raise error
+        if name in self.guests.fail:
+            raise self.guests.fail[name]
