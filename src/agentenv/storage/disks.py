@@ -67,7 +67,7 @@ class Disks:
             with self._catalogue.pinned([parent] if parent else []):
                 await self._workers.run(
                     f"create a disk for {owner}",
-                    lambda _: self._write_upper(upper, new),
+                    lambda _: self._write_upper(upper, new, over_durable=self._owners.is_durable(owner)),
                     landed=lambda _: self._note(new, upper),
                 )
         if stack.layers:
@@ -96,7 +96,7 @@ class Disks:
             intent = replace(self._owners.find(owner), disk=replace(disk, next=following.id))
             await self._workers.run(
                 f"prepare to seal the disk of {owner}",
-                lambda _: self._write_upper(following, intent),
+                lambda _: self._write_upper(following, intent, over_durable=self._owners.is_durable(owner)),
                 landed=lambda _: self._note(intent, following),
             )
             try:
@@ -150,7 +150,7 @@ class Disks:
         back = replace(record, disk=DiskRecord(disk.size_bytes, disk.upper))
         await self._workers.run(
             f"settle the disk of {owner}",
-            lambda _: self._go_back(back, following),
+            lambda _: self._go_back(back, following, over_durable=self._owners.is_durable(owner)),
             landed=lambda _: self._note_back(back, disk.upper, following),
         )
 
@@ -164,7 +164,7 @@ class Disks:
         with self._catalogue.pinned([best] if best else []):
             await self._workers.run(
                 f"seal the disk of {owner}",
-                lambda _: self._seal_file(disk.upper, parent, best, done),
+                lambda _: self._seal_file(disk.upper, parent, best, done, over_durable=self._owners.is_durable(owner)),
                 landed=lambda parent: self._note_sealed(done, disk.upper, parent),
             )
 
@@ -186,13 +186,10 @@ class Disks:
 
     # In threads
 
-    def _write_upper(self, upper: Layer, record: OwnerRecord) -> None:
-        path = self._layout.layer(upper.id)
-        with new_file(path) as fd:
+    def _write_upper(self, upper: Layer, record: OwnerRecord, *, over_durable: bool) -> None:
+        with new_file(self._layout.layer(upper.id)) as fd:
             write_empty(fd, upper.size_bytes, _backing(upper.parent))
-            os.fsync(fd)
-            sync_directory(path.parent)
-            save_record(self._layout, record)
+            save_record(self._layout, record, over_durable=over_durable)
         failpoint_nowait("disk.recorded")
 
     def _is_used(self, upper: LayerId, pid: int | None) -> bool:
@@ -209,9 +206,9 @@ class Disks:
         return is_open(path, pid)
 
     def _seal_file(
-        self, upper: LayerId, parent: LayerId | None, best: LayerId | None, record: OwnerRecord
+        self, upper: LayerId, parent: LayerId | None, best: LayerId | None, record: OwnerRecord, *, over_durable: bool
     ) -> LayerId | None:
-        """Make *upper* immutable; return what it lies on now: *best*, which equals *parent*, if that could be done."""
+        """Make *upper* immutable and durable; return what it lies on now: *parent*, or its equal *best*."""
         fd = os.open(self._layout.layer(upper), os.O_RDWR | os.O_CLOEXEC)
         try:
             # A VMM that still reads this file read its header when it opened it.
@@ -222,14 +219,15 @@ class Disks:
             os.fchmod(fd, SEALED_MODE)
         finally:
             os.close(fd)
+        sync_directory(self._layout.layers)
         failpoint_nowait("seal.sealed")
-        save_record(self._layout, record)
+        save_record(self._layout, record, over_durable=over_durable)
         return parent
 
-    def _go_back(self, record: OwnerRecord, dropped: LayerId) -> None:
+    def _go_back(self, record: OwnerRecord, dropped: LayerId, *, over_durable: bool) -> None:
         assert record.disk is not None
         self._layout.layer(record.disk.upper).chmod(UPPER_MODE)  # the crash may have come after it was sealed
-        save_record(self._layout, record)
+        save_record(self._layout, record, over_durable=over_durable)
         remove_files([self._layout.layer(dropped)])
 
     def _import(self, source: Path, layer: Layer, abort: Abort) -> None:

@@ -82,13 +82,17 @@ def publish(temporary: Path, target: Path) -> None:
     sync_directory(target.parent)
 
 
-def replace_text(target: Path, text: str, temporary: Path) -> None:
-    """Make *text* the content of *target*, all or nothing."""
+def replace_text(target: Path, text: str, temporary: Path, *, sync: bool) -> None:
+    """Make *text* the content of *target*, all or nothing.
+
+    With *sync*, a power failure leaves the old content or the new one, and never less;
+    which of them is certain once the directory has been synced.
+    """
     with new_file(temporary) as fd:
         write_all(fd, [text.encode()], 0)
-        os.fsync(fd)
+        if sync:
+            os.fsync(fd)
         temporary.rename(target)
-    sync_directory(target.parent)
 
 
 def take(source: Path, target: Path, temporary: Path, check: Check, *, size_bytes: int | None = None) -> None:

@@ -187,4 +187,4 @@ def _claim(layout: Layout, version: Path) -> None:
         raise Invalid(
             f"{layout.root} is not empty and not a data directory of ours", hint="give storage a directory of its own"
         )
-    replace_text(version, f"{LAYOUT_VERSION}\n", unfinished)
+    replace_text(version, f"{LAYOUT_VERSION}\n", unfinished, sync=True)

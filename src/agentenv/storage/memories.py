@@ -19,12 +19,12 @@ from agentenv.model.errors import AlreadyExists, Bug, Invalid
 from agentenv.model.snapshot import Stack
 from agentenv.storage.capture import Image, apply_delta, capture_delta, capture_flat, fill
 from agentenv.storage.catalogue import Catalogue, Layer
-from agentenv.storage.files import copy_range, data_extents, new_file, open_sealed, publish, sync_file
+from agentenv.storage.files import copy_range, data_extents, new_file, open_sealed, publish, sync_directory, sync_file
 from agentenv.storage.layout import LayerKind, Layout, new_layer_id
 from agentenv.storage.mapping import PAGE_BYTES
 from agentenv.storage.owners import Owners
 from agentenv.storage.pages import read_delta
-from agentenv.storage.records import OwnerRecord, save_record
+from agentenv.storage.records import OwnerRecord, save_record, sync_record
 from agentenv.storage.workers import Abort, Workers
 
 LARGEST_BYTES: Final = 16 << 40
@@ -55,7 +55,7 @@ class Memories:
             with self._catalogue.pinned(stack.layers):
                 return await self._workers.run(
                     f"attach memory for {owner}",
-                    lambda _: self._attach(new, stack),
+                    lambda _: self._attach(new, stack, over_durable=self._owners.is_durable(owner)),
                     landed=lambda _: self._owners.put(new),
                 )
 
@@ -86,7 +86,7 @@ class Memories:
             layer = await self._workers.run(
                 f"capture the memory of {owner}",
                 lambda abort: self._capture(record, stack, pid, abort),
-                landed=lambda layer: self._catalogue.add(layer) if layer else None,
+                landed=lambda layer: self._note(owner, layer),
             )
             below = stack.layers[:1]
             captured = Stack((*below, layer.id) if layer else below, stack.size_bytes)
@@ -114,19 +114,24 @@ class Memories:
             raise Invalid(f"a memory cannot have {stack.size_bytes} bytes", hint="use a multiple of 4096")
         self._catalogue.check_stack(stack, disk=False)
 
+    def _note(self, owner: str, captured: Layer | None) -> None:
+        self._owners.put_durable(owner)
+        if captured is not None:
+            self._catalogue.add(captured)
+
     # In threads
 
     def _image(self, stack: Stack) -> Image:
         path = self._layout.layer(stack.layers[0]) if stack.layers else self._layout.zero_image(stack.size_bytes)
         return Image(path, stack.size_bytes)
 
-    def _attach(self, record: OwnerRecord, stack: Stack) -> Path:
+    def _attach(self, record: OwnerRecord, stack: Stack, *, over_durable: bool) -> Path:
         image = self._image(stack)
         if not stack.layers and not image.path.exists():
             self._make_zero_image(image)
         if image.path.stat().st_size != stack.size_bytes:
             raise Bug(f"memory image {image.path.name} has the wrong size")
-        save_record(self._layout, record)
+        save_record(self._layout, record, over_durable=over_durable)
         failpoint_nowait("memory.recorded")
         return image.path
 
@@ -162,6 +167,8 @@ class Memories:
             if record.disk is not None:
                 # A pause keeps the upper as it is: what the guest had flushed is durable from here on.
                 sync_file(self._layout.layer(record.disk.upper))
+                sync_directory(self._layout.layers)
+                sync_record(self._layout, record.owner)
             if changed:
                 publish(temporary, self._layout.layer(layer_id))
                 return Layer(layer_id, stack.size_bytes, base, data_bytes=data_bytes)

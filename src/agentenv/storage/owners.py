@@ -12,10 +12,11 @@ from agentenv.storage.records import DiskRecord, OwnerRecord
 
 
 class Owners:
-    """What is in memory follows what is durable: `put` is called once a record has been saved."""
+    """What is in memory follows what is in files: `put` is called once a record has been saved."""
 
     def __init__(self, records: dict[str, OwnerRecord]) -> None:
         self._records = records
+        self._durable = set(records)
         self._locks = KeyedLock[str]()
 
     def hold(self, owner: str) -> AbstractAsyncContextManager[None]:
@@ -45,8 +46,18 @@ class Owners:
     def put(self, record: OwnerRecord) -> None:
         if record.is_empty:
             self._records.pop(record.owner, None)
+            self._durable.discard(record.owner)
         else:
             self._records[record.owner] = record
+
+    def is_durable(self, owner: str) -> bool:
+        """Whether the record of *owner* may have to survive a power failure."""
+        return owner in self._durable
+
+    def put_durable(self, owner: str) -> None:
+        """Note that the record of *owner* is durable, and has to stay so."""
+        if owner in self._records:
+            self._durable.add(owner)
 
     def uppers(self) -> Iterable[LayerId]:
         """Every upper that some owner has, or may have after a crash."""

@@ -145,7 +145,7 @@ class PlainStorage:
             new = OwnerRecord(owner, record.disk)
             await opened.workers.run(
                 f"detach the memory of {owner}",
-                lambda _: save_record(opened.layout, new),
+                lambda _: save_record(opened.layout, new, over_durable=opened.owners.is_durable(owner)),
                 landed=lambda _: opened.owners.put(new),
             )
 

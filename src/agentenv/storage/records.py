@@ -1,7 +1,9 @@
 """What each owner has, one small file per owner, so that it survives a restart.
 
-A record that cannot be read is set aside under another name and reported; it never
-stops a start. All calls block but `encode` and `decode`.
+A record survives the end of this process at once, and a power failure from `sync_record`
+on: no VM outlives a power failure, so only what a pause leaves behind has to. A record
+that cannot be read is set aside under another name and reported; it never stops a
+start. All calls block but `encode` and `decode`.
 """
 
 import json
@@ -13,7 +15,7 @@ from typing import Final
 from agentenv.model.errors import NotFound
 from agentenv.model.ids import LayerId
 from agentenv.model.snapshot import Stack
-from agentenv.storage.files import replace_text, sync_directory
+from agentenv.storage.files import replace_text, sync_directory, sync_file
 from agentenv.storage.layout import Layout, layer_kind
 
 _VERSION: Final = 1
@@ -81,6 +83,10 @@ def load_records(layout: Layout) -> LoadedRecords:
     for path in sorted(layout.owners.glob(f"*{_SUFFIX}")):
         try:
             record = _load(path)
+            if record is None:
+                _log.info("record %s was lost in a power failure before it had to be kept", path.name)
+                path.unlink()
+                continue
         except (ValueError, TypeError, KeyError, RecursionError, IsADirectoryError) as error:
             aside = _set_aside(path)
             _log.error("record %s is damaged (%s); set aside as %s", path.name, error, aside.name)
@@ -97,12 +103,21 @@ def broken_records(layout: Layout) -> list[str]:
     return [path.name for path in layout.owners.iterdir() if path.name.endswith(_BROKEN)]
 
 
-def save_record(layout: Layout, record: OwnerRecord) -> None:
-    """Make *record* durable; an empty one is removed."""
+def save_record(layout: Layout, record: OwnerRecord, *, over_durable: bool) -> None:
+    """Replace what is there by *record*; an empty one is removed.
+
+    With *over_durable* what is there must survive a power failure, and so does one of the two.
+    """
     if record.is_empty:
         remove_record(layout, record.owner)
     else:
-        replace_text(layout.owner(record.owner), encode(record), layout.new_temporary())
+        replace_text(layout.owner(record.owner), encode(record), layout.new_temporary(), sync=over_durable)
+
+
+def sync_record(layout: Layout, owner: str) -> None:
+    """Make the record of *owner* durable as it is."""
+    sync_file(layout.owner(owner))
+    sync_directory(layout.owners)
 
 
 def remove_record(layout: Layout, owner: str) -> None:
@@ -110,16 +125,18 @@ def remove_record(layout: Layout, owner: str) -> None:
     path = layout.owner(owner)
     for name in (path, _set_aside(path)):
         name.unlink(missing_ok=True)
-    sync_directory(layout.owners)
 
 
 def _set_aside(path: Path) -> Path:
     return path.with_name(path.name + _BROKEN)
 
 
-def _load(path: Path) -> OwnerRecord:
+def _load(path: Path) -> OwnerRecord | None:
+    """None for a file without content: file systems may leave a name whose content never reached the disk."""
     with path.open("rb") as file:
         data = file.read(_LARGEST_BYTES + 1)
+    if not data.strip(b"\0"):
+        return None
     if len(data) > _LARGEST_BYTES:
         raise ValueError("too large")
     record = decode(data.decode())

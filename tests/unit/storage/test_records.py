@@ -43,8 +43,8 @@ def test_a_record_comes_back_as_it_was(record: OwnerRecord) -> None:
 def test_records_are_found_again(layout: Layout) -> None:
     other = OwnerRecord("two.json", None, Stack((), 4096))
     for record in (FULL, other):
-        save_record(layout, record)
-    save_record(layout, FULL)
+        save_record(layout, record, over_durable=False)
+    save_record(layout, FULL, over_durable=True)
     loaded = load_records(layout)
     assert loaded.records == {"one": FULL, "two.json": other}
     assert loaded.broken == ()
@@ -52,10 +52,10 @@ def test_records_are_found_again(layout: Layout) -> None:
 
 
 def test_an_empty_record_is_no_record(layout: Layout) -> None:
-    save_record(layout, FULL)
-    save_record(layout, OwnerRecord("one"))
+    save_record(layout, FULL, over_durable=False)
+    save_record(layout, OwnerRecord("one"), over_durable=True)
     assert load_records(layout).records == {}
-    save_record(layout, OwnerRecord("one"))
+    save_record(layout, OwnerRecord("one"), over_durable=True)
 
 
 def changed(**changes: object) -> str:
@@ -65,7 +65,7 @@ def changed(**changes: object) -> str:
 @pytest.mark.parametrize(
     "text",
     [
-        "", "{", "[]", "null", "7", '"text"', "{}", "[" * 60_000, "\xff", " " * 70_000,
+        "{", "[]", "null", "7", '"text"', "{}", "[" * 60_000, "\xff", " " * 70_000,
         changed(version=2), changed(version=None), changed(owner="two"), changed(owner=None),
         changed(disk=7), changed(disk=[]), changed(disk={}), changed(disk="x"),
         changed(disk={"size_bytes": 1, "upper": "../../etc/passwd", "next": None}),
@@ -81,7 +81,7 @@ def changed(**changes: object) -> str:
 def test_a_damaged_record_is_set_aside_and_the_others_are_read(
     layout: Layout, text: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    save_record(layout, OwnerRecord("good", None, Stack((), 4096)))
+    save_record(layout, OwnerRecord("good", None, Stack((), 4096)), over_durable=False)
     (layout.owners / "one.json").write_text(text, encoding="latin-1")
     loaded = load_records(layout)
     assert set(loaded.records) == {"good"}
@@ -89,6 +89,14 @@ def test_a_damaged_record_is_set_aside_and_the_others_are_read(
     assert (layout.owners / "one.json.broken").read_text(encoding="latin-1") == text
     assert "one.json" in caplog.text
     assert load_records(layout).broken == ("one.json.broken",)
+
+
+@pytest.mark.parametrize("content", [b"", bytes(300)])
+def test_a_record_whose_content_never_reached_the_disk_is_no_record(layout: Layout, content: bytes) -> None:
+    (layout.owners / "one.json").write_bytes(content)
+    loaded = load_records(layout)
+    assert (loaded.records, loaded.broken) == ({}, ())
+    assert not (layout.owners / "one.json").exists()
 
 
 def test_what_is_no_file_is_set_aside(layout: Layout) -> None:
