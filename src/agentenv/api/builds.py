@@ -110,8 +110,10 @@ class BuildRoutes:
         except Exception as error:  # noqa: BLE001 - told to the client as the build's outcome
             events.put_nowait({"error": fault(error).body()})
         finally:
-            events.put_nowait(None)
-            await asyncio.to_thread(archive.unlink, missing_ok=True)
+            try:
+                await asyncio.to_thread(archive.unlink, missing_ok=True)
+            finally:
+                events.put_nowait(None)  # last: whoever has the whole answer finds nothing left of the upload
 
 
 async def _lines(events: asyncio.Queue[dict[str, Any] | None]) -> AsyncIterator[bytes]:

@@ -11,6 +11,7 @@ from fastapi import FastAPI
 
 from agentenv.api.app import create_app
 from agentenv.api.settings import ApiSettings
+from agentenv.proxy.inbound.serve import http_server
 from agentenv.testing.clock import JumpingClock
 from agentenv.testing.node import FakeNode
 from tests.unit.api.client import KEY, connect
@@ -44,12 +45,15 @@ async def api(app: FastAPI) -> AsyncIterator[httpx.AsyncClient]:
         yield client
 
 
-@pytest.fixture
-async def port(app: FastAPI) -> AsyncIterator[int]:
-    """Where *app* is served on loopback."""
+@pytest.fixture(params=["uvicorn", "agentenv"])
+async def port(app: FastAPI, request: pytest.FixtureRequest) -> AsyncIterator[int]:
+    """Where *app* is served on loopback, by a plain server and by the one of the product."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        config = uvicorn.Config(app, http="httptools", lifespan="off", log_config=None, timeout_graceful_shutdown=5)
-        server = uvicorn.Server(config)
+        if request.param == "agentenv":
+            server = http_server(app)
+        else:
+            config = uvicorn.Config(app, http="httptools", lifespan="off", log_config=None, timeout_graceful_shutdown=5)
+            server = uvicorn.Server(config)
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         yield listener.getsockname()[1]
         server.should_exit = True
