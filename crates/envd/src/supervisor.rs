@@ -17,6 +17,7 @@ use sys::signals::Blocked;
 use crate::arguments::Inherited;
 use crate::boot::enter_group;
 use crate::say;
+use crate::store::Store;
 
 const FIRST_PAUSE: Duration = Duration::from_millis(20);
 const LONGEST_PAUSE: Duration = Duration::from_secs(1);
@@ -92,19 +93,19 @@ pub(crate) fn run_inherited(inherited: Inherited) -> io::Result<()> {
 pub(crate) fn beside(
     init: &str,
     inherited: Inherited,
-    cgroup: Option<&OwnedFd>,
+    store: Store,
+    cgroup: Option<OwnedFd>,
     power_off: PowerOff,
 ) -> io::Result<()> {
     let off = if power_off == PowerOff::Reboot { "reboot" } else { "poweroff" };
-    let supervisor =
-        Command::new("/proc/self/exe").args(inherited.arguments("supervise")).env("AENV_OFF", off).spawn()?;
-    // It is now the only one that needs these.
-    drop(sys::inherit::take(inherited.state)?);
-    if let Some(root) = cgroup
+    let supervisor = ourselves().args(inherited.arguments("supervise")).env("AENV_OFF", off).spawn()?;
+    if let Some(root) = &cgroup
         && let Err(error) = enter_group(root, "workload")
     {
         say!("the init of the image is not limited: {error}");
     }
+    // The supervisor has them; the image must not.
+    drop((store, cgroup));
     let _ = std::fs::write("/proc/self/oom_score_adj", "0");
     let _ = setpriority_process(Some(getpid()), 0);
     let environment =
@@ -118,6 +119,13 @@ pub(crate) fn beside(
             std::thread::sleep(LONGEST_PAUSE);
         }
     }
+}
+
+/// Our own executable, which is still there when its name is not.
+fn ourselves() -> Command {
+    let mut command = Command::new("/proc/self/exe");
+    command.arg0("envd");
+    command
 }
 
 struct Daemon {
@@ -136,7 +144,7 @@ impl Daemon {
         if !left.is_zero() {
             return Some(left);
         }
-        match Command::new("/proc/self/exe").args(self.inherited.arguments("daemon")).spawn() {
+        match ourselves().args(self.inherited.arguments("daemon")).spawn() {
             Ok(child) => {
                 self.child = Some(child);
                 self.started = Instant::now();

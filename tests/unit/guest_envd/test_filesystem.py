@@ -234,6 +234,14 @@ def test_what_is_in_a_new_directory_at_once_is_told_once(box: Box) -> None:
     assert sorted(seen) == sorted(expected)
 
 
+def test_content_written_before_its_directory_was_watched_is_told(box: Box) -> None:
+    with watch(box, recursive=True) as stream:
+        with box.agent.stopped():
+            (box.home / "e").mkdir()
+            (box.home / "e/f").write_text("x")
+        expect(stream, ("e", "CREATE"), ("e/f", "CREATE"), ("e/f", "WRITE"))
+
+
 def test_a_change_can_come_with_the_entry(box: Box) -> None:
     with watch(box, includeEntry=True) as stream:
         (box.home / "f").write_text("12")

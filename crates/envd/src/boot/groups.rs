@@ -62,10 +62,12 @@ fn set(name: &str, value: &str) {
     }
 }
 
+/// All memory but the reserve. What the kernel has taken for itself by now nobody will get back,
+/// so counting from the total would let the workload use up the reserve.
 fn memory_limit(meminfo: &str, reserve_mib: u64) -> Option<u64> {
-    let line = meminfo.lines().find_map(|line| line.strip_prefix("MemTotal:"))?;
-    let total_kib: u64 = line.split_whitespace().next()?.parse().ok()?;
-    (total_kib * 1024).checked_sub(reserve_mib << 20).filter(|limit| *limit > 0)
+    let line = meminfo.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
+    let available_kib: u64 = line.split_whitespace().next()?.parse().ok()?;
+    (available_kib * 1024).checked_sub(reserve_mib << 20).filter(|limit| *limit > 0)
 }
 
 fn task_limit() -> Option<u64> {
@@ -79,8 +81,8 @@ mod tests {
 
     #[test]
     fn the_workload_gets_all_but_the_reserve() {
-        assert_eq!(memory_limit("MemTotal:  102400 kB\nMemFree: 1 kB\n", 24), Some(76 << 20));
-        assert_eq!(memory_limit("MemTotal:  1024 kB\n", 24), None);
+        assert_eq!(memory_limit("MemTotal: 204800 kB\nMemAvailable:  102400 kB\n", 24), Some(76 << 20));
+        assert_eq!(memory_limit("MemAvailable:  1024 kB\n", 24), None);
         assert_eq!(memory_limit("", 24), None);
     }
 }

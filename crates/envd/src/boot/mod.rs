@@ -57,7 +57,7 @@ pub(crate) fn run() -> io::Result<()> {
     };
     match line.init {
         None => supervisor::run(inherited, supervisor::Place::FirstProcess, line.power_off),
-        Some(init) => supervisor::beside(&init, inherited, cgroup.as_ref(), line.power_off),
+        Some(init) => supervisor::beside(&init, inherited, store, cgroup, line.power_off),
     }
 }
 

@@ -182,9 +182,12 @@ impl Job {
             }
             Step::Enter { name, announce } => match self.enter(name, announce).await {
                 Ok(found) => {
-                    for name in found {
+                    for Found { name, has_content } in found {
                         self.tree.announce(name.clone());
-                        told.push(Event { name, event_type: EventType::Create, entry: None });
+                        told.push(Event { name: name.clone(), event_type: EventType::Create, entry: None });
+                        if has_content {
+                            told.push(Event { name, event_type: EventType::Write, entry: None });
+                        }
                     }
                 }
                 // It is gone again, or may not be read by this user.
@@ -195,7 +198,7 @@ impl Job {
     }
 
     /// Watches the directory *name* and, if asked to, all below it; with *announce* gives what is in them.
-    async fn enter(&mut self, name: String, announce: bool) -> Result<Vec<String>, RpcError> {
+    async fn enter(&mut self, name: String, announce: bool) -> Result<Vec<Found>, RpcError> {
         let fd = self.inotify.get_ref().try_clone().map_err(|e| failed("inotify", &e))?;
         let (root, recursive, left) =
             (self.root.clone(), self.recursive, MAX_DIRECTORIES.saturating_sub(self.directories));
@@ -293,7 +296,14 @@ struct Walk {
     /// Directories that may still be added.
     left: usize,
     watched: Vec<(i32, String)>,
-    found: Vec<String>,
+    found: Vec<Found>,
+}
+
+/// An entry that was in a new directory before anybody looked.
+struct Found {
+    name: String,
+    /// It was written to before it could be watched, so nobody else will tell.
+    has_content: bool,
 }
 
 impl Walk {
@@ -330,10 +340,13 @@ impl Walk {
         for child in children.filter_map(io::Result::ok) {
             let child_name = child.file_name().to_string_lossy().into_owned();
             let below = if name.is_empty() { child_name } else { format!("{name}/{child_name}") };
+            let kind = child.file_type();
             if self.announce {
-                self.found.push(below.clone());
+                let is_file = kind.as_ref().is_ok_and(fs::FileType::is_file);
+                let has_content = is_file && child.metadata().is_ok_and(|metadata| metadata.len() > 0);
+                self.found.push(Found { name: below.clone(), has_content });
             }
-            if self.recursive && child.file_type().is_ok_and(|kind| kind.is_dir()) {
+            if self.recursive && kind.is_ok_and(|kind| kind.is_dir()) {
                 match self.enter(&below) {
                     // Gone again, or not this user's to see.
                     Err(error) if matches!(error.code, Code::NotFound | Code::PermissionDenied) => {}
