@@ -6,6 +6,9 @@ slot addresses are used again, and a pooled connection would reach the wrong VM.
 
 import asyncio
 import base64
+import math
+from collections.abc import Iterator
+from datetime import timedelta
 from ipaddress import IPv4Address
 from typing import Any, Final
 
@@ -13,13 +16,15 @@ import aiohttp
 
 from agentenv.guest.connect import STREAM_TYPE, FrameReader, encode_frame
 from agentenv.guest.contract import AGENT_PORT, Agent, Completed, GuestMetrics, Identity
-from agentenv.model.errors import AgentEnvError, Bug, DeadlineExceeded, Unavailable
+from agentenv.guest.exchange import TOKEN_HEADER, Answer, Exchange, NotConnected, read_bounded
+from agentenv.guest.output import CommandOutput
+from agentenv.model.errors import Bug, DeadlineExceeded, Unavailable
 
-CONTROL_HEADER: Final = "X-Agentenv-Control"
-# A SYN that meets a guest whose network is not up yet is lost, and the kernel sends the next
-# one a second later; asking again with a fresh connection after this long is much sooner.
-CONNECT_ATTEMPT_S: Final = 0.25
-MAX_OUTPUT_BYTES: Final = 10 << 20
+# A SYN that meets a guest whose network is not up yet is lost, and the kernel sends the next one a second
+# later; asking again with a fresh connection is sooner. A guest that is slow to answer gets longer each time.
+FIRST_CONNECT_S: Final = 0.25
+LONGEST_CONNECT_S: Final = 8.0
+REFUSED_PAUSE_S: Final = 0.01
 
 
 class HttpAgents:
@@ -33,161 +38,157 @@ class HttpAgent:
     """See `agentenv.guest.contract.Agent`."""
 
     def __init__(self, base_url: str, *, secret: str) -> None:
-        self._base_url = base_url
+        self._exchange = Exchange(base_url)
         self._secret = secret
-        self._session: aiohttp.ClientSession | None = None
 
     async def init(self, identity: Identity, *, secret: str | None, timeout_s: float) -> None:
-        body: dict[str, Any] = {
-            "accessToken": identity.access_token,
-            "envVars": dict(identity.env),
-            "timestamp": identity.timestamp.isoformat(),
-            "hostname": identity.hostname,
-            "machineId": identity.machine_id,
-            "entropy": base64.b64encode(identity.entropy).decode(),
-            "sandboxId": identity.sandbox_id,
-            "templateId": identity.template_id,
-            "controlSecret": identity.control_secret,
-        }
-        if identity.default_user is not None:
-            body["defaultUser"] = identity.default_user
-        if identity.default_workdir is not None:
-            body["defaultWorkdir"] = identity.default_workdir
-        if identity.ca_bundle is not None:
-            body["caDigest"] = identity.ca_bundle.digest
         try:
             async with asyncio.timeout(timeout_s):
-                while True:
-                    try:
-                        await self._call("POST", "/init", secret=secret, body=body)
-                        return
-                    except _BundleWanted:
-                        # Only a guest that was captured with another bundle, or none, has to be sent it.
-                        body["caBundle"] = identity.ca_bundle.pem if identity.ca_bundle is not None else ""
-                    except _NotConnected:
-                        await asyncio.sleep(0.01)  # refused at once: the agent is not listening yet
+                await self._init(identity, secret)
         except TimeoutError as error:
             raise DeadlineExceeded(f"the guest agent did not answer within {timeout_s:g} s") from error
 
+    async def _init(self, identity: Identity, secret: str | None) -> None:
+        loop = asyncio.get_running_loop()
+        begun_s = loop.time()
+        body = _body_of(identity)
+        delivered = False
+        for connect_s in _connect_timeouts():
+            # The clock is set to when it is asked, not to when waiting for the guest began.
+            body["timestamp"] = (identity.timestamp + timedelta(seconds=loop.time() - begun_s)).isoformat()
+            try:
+                answer = await self._exchange.ask(
+                    "POST", "/init", secret=secret, body=body, connect_timeout_s=connect_s
+                )
+            except NotConnected as broken:
+                delivered = delivered or broken.delivered
+                await asyncio.sleep(REFUSED_PAUSE_S)
+                continue
+            if answer.status == 401 and delivered and secret != identity.control_secret:
+                secret = identity.control_secret  # an answer was lost, and the secret is the new one already
+            elif answer.status == 409 and identity.ca_bundle is not None and "caBundle" not in body:
+                # Only a guest that was captured with another bundle, or none, has to be sent it.
+                body["caBundle"] = identity.ca_bundle.pem
+            else:
+                _check(answer, "/init")
+                return
+
     async def freeze(self, *, timeout_s: float) -> None:
-        await self._bounded("POST", "/freeze", timeout_s)
+        await self._ask("POST", "/freeze", timeout_s)
 
     async def thaw(self, *, timeout_s: float) -> None:
-        await self._bounded("POST", "/thaw", timeout_s)
+        await self._ask("POST", "/thaw", timeout_s)
 
     async def metrics(self, *, access_token: str | None, timeout_s: float) -> GuestMetrics:
-        answer = await self._bounded("GET", "/metrics", timeout_s, access_token=access_token)
+        answer = (await self._ask("GET", "/metrics", timeout_s, access_token=access_token)).json()
         try:
             return GuestMetrics(
                 timestamp=int(answer["ts"]),
                 cpu_count=int(answer["cpu_count"]),
-                cpu_used_pct=float(answer["cpu_used_pct"]),
+                cpu_used_pct=_finite(answer["cpu_used_pct"]),
                 memory_total=int(answer["mem_total"]),
                 memory_used=int(answer["mem_used"]),
                 memory_cache=int(answer["mem_cache"]),
                 disk_total=int(answer["disk_total"]),
                 disk_used=int(answer["disk_used"]),
             )
-        except (KeyError, TypeError, ValueError) as error:
+        except (LookupError, TypeError, ValueError, OverflowError) as error:
             raise Bug(f"the guest agent's metrics lack {error}") from error
 
     async def run(self, command: list[str], *, user: str, access_token: str | None, timeout_s: float) -> Completed:
-        headers = {"Content-Type": STREAM_TYPE, "Authorization": aiohttp.BasicAuth(user, "").encode()}
+        headers = {
+            "Content-Type": STREAM_TYPE,
+            "Authorization": "Basic " + base64.b64encode(f"{user}:".encode()).decode(),
+        }
         if access_token is not None:
-            headers["X-Access-Token"] = access_token
+            headers[TOKEN_HEADER] = access_token
         start = {"process": {"cmd": command[0], "args": command[1:]}, "stdin": False}
-        output: dict[str, bytearray] = {"stdout": bytearray(), "stderr": bytearray()}
-        exit_code: int | None = None
+        output = CommandOutput(command[0])
         reader = FrameReader()
         try:
             async with (
                 asyncio.timeout(timeout_s),
-                self._client().post(
-                    self._base_url + "/process.Process/Start", data=encode_frame(start), headers=headers
+                self._exchange.session().post(
+                    self._exchange.url("/process.Process/Start"),
+                    data=encode_frame(start),
+                    headers=headers,
+                    timeout=aiohttp.ClientTimeout(total=None),
+                    allow_redirects=False,
                 ) as answer,
             ):
                 if answer.status != 200:
-                    raise Bug(f"the guest agent refused to start {command[0]}: {await _message(answer)}")
+                    refusal = Answer(answer.status, await read_bounded(answer))
+                    raise Bug(f"the guest agent refused to start {command[0]}: {refusal.message}")
                 async for data in answer.content.iter_any():
                     for frame in reader.feed(data):
-                        if frame.end and "error" in frame.message:
-                            raise Bug(f"{command[0]}: {frame.message['error'].get('message')}")
-                        event = frame.message.get("event", {})
-                        for stream, text in event.get("data", {}).items():
-                            output[stream] += base64.b64decode(text)
-                            if len(output[stream]) > MAX_OUTPUT_BYTES:
-                                raise Bug(f"{command[0]} wrote more than {MAX_OUTPUT_BYTES} bytes")
-                        if "end" in event:
-                            exit_code = int(event["end"].get("exitCode", 0))
+                        output.add(frame)
         except TimeoutError as error:
             raise DeadlineExceeded(f"{command[0]} did not end within {timeout_s:g} s") from error
-        except aiohttp.ClientError as error:
+        except (aiohttp.ClientError, ValueError) as error:
             raise Unavailable(f"the guest agent went away: {error}") from error
-        if exit_code is None:
-            raise Unavailable(f"the guest agent did not say how {command[0]} ended")
-        return Completed(exit_code, bytes(output["stdout"]), bytes(output["stderr"]))
+        return output.completed()
 
     async def close(self) -> None:
-        if self._session is not None:
-            await self._session.close()
-            self._session = None
+        await self._exchange.close()
 
-    def _client(self) -> aiohttp.ClientSession:
-        if self._session is None:
-            self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=8, ttl_dns_cache=None),
-                timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_ATTEMPT_S),
-            )
-        return self._session
-
-    async def _bounded(self, method: str, path: str, timeout_s: float, *, access_token: str | None = None) -> Any:
+    async def _ask(self, method: str, path: str, timeout_s: float, *, access_token: str | None = None) -> Answer:
+        """Ask until there is an answer: the agent may be starting again. What is asked here may be asked twice."""
+        broken: NotConnected | None = None
         try:
             async with asyncio.timeout(timeout_s):
-                return await self._call(method, path, secret=self._secret, access_token=access_token)
+                for connect_s in _connect_timeouts():
+                    try:
+                        answer = await self._exchange.ask(
+                            method, path, secret=self._secret, access_token=access_token, connect_timeout_s=connect_s
+                        )
+                    except NotConnected as error:
+                        broken = error
+                        await asyncio.sleep(REFUSED_PAUSE_S)
+                    else:
+                        return _check(answer, path)
         except TimeoutError as error:
-            raise Unavailable(f"the guest agent did not answer {path} within {timeout_s:g} s") from error
-        except _NotConnected as error:
-            raise Unavailable(f"the guest agent cannot be reached: {error}") from error
-
-    async def _call(
-        self,
-        method: str,
-        path: str,
-        *,
-        secret: str | None,
-        access_token: str | None = None,
-        body: dict[str, Any] | None = None,
-    ) -> Any:
-        headers = {} if secret is None else {CONTROL_HEADER: secret}
-        if access_token is not None:
-            headers["X-Access-Token"] = access_token
-        try:
-            async with self._client().request(method, self._base_url + path, json=body, headers=headers) as answer:
-                if answer.status == 409:
-                    raise _BundleWanted
-                if answer.status == 503:
-                    raise Unavailable(f"the guest agent: {await _message(answer)}")
-                if answer.status >= 300:
-                    raise Bug(f"the guest agent answered {answer.status} to {path}: {await _message(answer)}")
-                return await answer.json() if answer.status == 200 else None
-        except AgentEnvError:
-            raise
-        except (aiohttp.ClientConnectorError, aiohttp.ServerDisconnectedError, aiohttp.ServerTimeoutError) as error:
-            raise _NotConnected(str(error)) from error
-        except aiohttp.ClientOSError as error:
-            raise _NotConnected(str(error)) from error
-        except (aiohttp.ClientError, ValueError) as error:
-            raise Unavailable(f"the guest agent gave no proper answer to {path}: {error}") from error
+            why = f": {broken}" if broken is not None else ""
+            raise Unavailable(f"the guest agent did not answer {path} within {timeout_s:g} s{why}") from error
+        raise AssertionError("unreachable: time-outs never end")
 
 
-class _BundleWanted(Exception):
-    """The agent does not have the CA bundle that was named."""
+def _check(answer: Answer, path: str) -> Answer:
+    """Return a good answer. `Unavailable` for one that says "not now", `Bug` for one that names a failed step."""
+    if answer.status == 503:
+        raise Unavailable(f"the guest agent: {answer.message}")
+    if not 200 <= answer.status < 300:
+        raise Bug(f"the guest agent answered {answer.status} to {path}: {answer.message}")
+    return answer
 
 
-class _NotConnected(Exception):
-    """Nobody took the connection; asking again may work."""
+def _finite(number: Any) -> float:
+    if not math.isfinite(value := float(number)):
+        raise ValueError(f"a number: {value}")
+    return value
 
 
-async def _message(answer: aiohttp.ClientResponse) -> str:
-    text = (await answer.content.read(2000)).decode(errors="replace")
-    return text or str(answer.reason)
+def _connect_timeouts() -> Iterator[float]:
+    connect_s = FIRST_CONNECT_S
+    while True:
+        yield connect_s
+        connect_s = min(2 * connect_s, LONGEST_CONNECT_S)
+
+
+def _body_of(identity: Identity) -> dict[str, Any]:
+    body: dict[str, Any] = {
+        "accessToken": identity.access_token,
+        "envVars": dict(identity.env),
+        "hostname": identity.hostname,
+        "machineId": identity.machine_id,
+        "entropy": base64.b64encode(identity.entropy).decode(),
+        "sandboxId": identity.sandbox_id,
+        "templateId": identity.template_id,
+        "controlSecret": identity.control_secret,
+    }
+    if identity.default_user is not None:
+        body["defaultUser"] = identity.default_user
+    if identity.default_workdir is not None:
+        body["defaultWorkdir"] = identity.default_workdir
+    if identity.ca_bundle is not None:
+        body["caDigest"] = identity.ca_bundle.digest
+    return body

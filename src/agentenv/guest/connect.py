@@ -49,6 +49,6 @@ class FrameReader:
             del self._buffer[: 5 + length]
             try:
                 message = json.loads(payload)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise Unavailable("the guest agent sent a frame that is not JSON") from error
             yield Frame(end=bool(flags & END_OF_STREAM), message=message)

@@ -12,7 +12,10 @@ AGENT_PORT = 49983
 
 @dataclass(frozen=True, slots=True)
 class CaBundle:
-    """Certificates that guests trust beside their own. ``digest`` names the text, which is too long to send each time."""
+    """Certificates that guests trust beside their own.
+
+    ``digest`` names the text, which is too long to send each time.
+    """
 
     pem: str
     digest: str
