@@ -26,7 +26,7 @@ from agentenv.storage.mapping import PAGE_BYTES
 Range: TypeAlias = tuple[int, int]
 """First and one past the last: pages, or addresses."""
 
-BLOCK_PAGES: Final = 256
+BLOCK_PAGES: Final = 64
 BLOCK_BYTES: Final = BLOCK_PAGES * PAGE_BYTES
 
 _MAGIC: Final = b"AENVPAGE"
