@@ -342,6 +342,7 @@ class VmmSuite:
         with pytest.raises(Unavailable):
             await instance.switch_disk(BlockTarget(host.root / "disk", "qcow2"))
         assert isinstance(await instance.log_tail(), str)
+        assert isinstance(await instance.console(), str)
         await instance.stop()
 
     async def test_closing_the_driver_leaves_vms_running(self, host: Host, instance: Instance) -> None:

@@ -6,7 +6,7 @@ the first; another verb waits for the one in progress and then looks again.
 All ids and names are text from outside: unknown ones raise `NotFound`.
 """
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from ipaddress import IPv4Address
@@ -154,10 +154,8 @@ class Node(Protocol):
     async def metrics(self, sandbox_id: str) -> GuestMetrics: ...
 
     async def logs(self, sandbox_id: str, *, limit: int) -> Sequence[LogLine]:
-        """The last *limit* lines of the guest's console."""
+        """The last *limit* lines of the guest's console; of a sandbox in error, why; of a paused one, none."""
         ...
-
-    def follow_logs(self, sandbox_id: str) -> AsyncIterator[LogLine]: ...
 
     # Snapshots and templates
     def snapshots(self, source: Source | None = None) -> Sequence[Snapshot]:

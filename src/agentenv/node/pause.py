@@ -27,11 +27,12 @@ async def pause(host: Host, sandbox_id: SandboxId) -> Sandbox:
     sandbox = await host.registry.apply(sandbox_id, Event.PAUSE)
     try:
         async with asyncio.timeout(host.settings.operation_timeout_s):
-            async with captured(host, sandbox, live, verb="pause", seal=False) as capture:
-                with host.timings.stage("pause", "record"):
-                    await host.registry.apply(
-                        sandbox_id, Event.DONE, capture=capture, process=None, slot_index=None, ends_at=None
-                    )
+            with host.timings.guest_stopped("pause"):
+                async with captured(host, sandbox, live, verb="pause", seal=False) as capture:
+                    with host.timings.stage("pause", "record"):
+                        await host.registry.apply(
+                            sandbox_id, Event.DONE, capture=capture, process=None, slot_index=None, ends_at=None
+                        )
         await failpoint("pause.recorded")
     except BaseException as error:
         if not is_paused(host, sandbox_id):

@@ -6,7 +6,7 @@ who waits and who is cut short; what a verb does is in the verb's own module.
 
 import asyncio
 import uuid
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from datetime import datetime, timedelta
 from typing import Any, TypeVar
 
@@ -216,10 +216,10 @@ class NodeService:
         return await agent.metrics(access_token=token, timeout_s=METRICS_TIMEOUT_S)
 
     async def logs(self, sandbox_id: str, *, limit: int) -> Sequence[LogLine]:
-        return await console.tail(self._host.run_dir(self.get(sandbox_id)), limit)
-
-    def follow_logs(self, sandbox_id: str) -> AsyncIterator[LogLine]:
-        return console.follow(self._host, self.get(sandbox_id).id)
+        sandbox = self.get(sandbox_id)
+        live = self._host.live.get(sandbox.id)
+        said = await live.instance.console() if live is not None else sandbox.reason or ""
+        return console.log_lines(said, self._host.clock.now(), limit)
 
     # Snapshots and templates
 

@@ -7,7 +7,7 @@ makes verbs fail with `failures`, and stops one half-way with `hold`.
 
 import asyncio
 import re
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from ipaddress import IPv4Address
@@ -48,7 +48,7 @@ class FakeNode:
         failures: verb name to the exception it raises, until removed (``"create"``, ``"metrics"``, ...).
         fork_failures: index of a child to the error it gets.
         asked: every `CreateSandbox` that arrived, in order.
-        console: lines per sandbox id; `logs` and `follow_logs` read it.
+        console: lines per sandbox id; `logs` reads it.
         address: where `route` says that guests are.
         status: what `info` reports.
     """
@@ -205,11 +205,6 @@ class FakeNode:
         await self._step("logs")
         lines = self.console.get(self.get(sandbox_id).id, [])
         return lines[max(0, len(lines) - limit) :]
-
-    async def follow_logs(self, sandbox_id: str) -> AsyncIterator[LogLine]:
-        await self._step("follow_logs")
-        for line in self.console.get(self.get(sandbox_id).id, []):
-            yield line
 
     # Snapshots and templates
 

@@ -189,6 +189,9 @@ class FakeInstance:
     async def log_tail(self) -> str:
         return self.vm.words
 
+    async def console(self) -> str:
+        return self.vm.words
+
     async def wait_exit(self) -> VmmExit:
         await self.vm.ended.wait()
         return VmmExit(self.vm.code, self.vm.words)

@@ -87,6 +87,10 @@ class Instance(Protocol):
         """Return what the VMM and the guest's console said last, a few KiB at most. Never raises."""
         ...
 
+    async def console(self) -> str:
+        """Return what is kept of the guest's console, 64 KiB at most. Never raises."""
+        ...
+
     async def wait_exit(self) -> VmmExit:
         """Return when the process has ended, however it ended. Any number of callers."""
         ...

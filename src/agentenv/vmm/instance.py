@@ -139,6 +139,11 @@ class QemuInstance:
             await self._console.drain()
         return self._last_words if self._last_words is not None else self._words()
 
+    async def console(self) -> str:
+        if not self._monitor.is_lost:
+            await self._console.drain()
+        return self._console.text()
+
     async def wait_exit(self) -> VmmExit:
         code = await self._process.wait()
         return VmmExit(code, self._last_words or "")
