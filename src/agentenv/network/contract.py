@@ -71,9 +71,10 @@ class Slots(Protocol):
         ...
 
     async def reconcile(self, keep: Collection[int]) -> int:
-        """Remove what earlier processes left, but for the slots in *keep*; return how many were removed.
+        """Remove every slot of this node that is not in *keep*, return how many, and wait until they are gone.
 
-        Slots in this process's own hands (held, or made ahead) stay, in *keep* or not.
+        That is what earlier processes left and slots that are held (adopted for a VMM that turned out
+        to be dead); slots made ahead stay. For the start of a server, before anything is acquired.
         """
         ...
 

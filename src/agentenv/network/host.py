@@ -25,6 +25,7 @@ from agentenv.network.ranges import InUse, check_free
 from agentenv.network.tap import check_tap_device
 
 ROUTE_PROTOCOL: Final = 174  # marks our routes; assigned to nobody
+STATUS: Final = Path("/proc/thread-self/status")
 _LOCAL_TABLE: Final = 255
 _ETHERNET_MTU: Final = 1500
 _CAPABILITIES: Final = {12: "CAP_NET_ADMIN", 21: "CAP_SYS_ADMIN"}
@@ -161,7 +162,7 @@ class Leftovers:
 
 
 def _check_capabilities() -> None:
-    text = Path("/proc/thread-self/status").read_text()
+    text = STATUS.read_text()
     effective = next(int(line.split()[1], 16) for line in text.splitlines() if line.startswith("CapEff:"))
     if missing := [name for bit, name in _CAPABILITIES.items() if not effective >> bit & 1]:
         raise Unsupported(

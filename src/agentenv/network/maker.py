@@ -7,6 +7,7 @@ So undoing a slot that failed half-way is leaving its namespace.
 
 import errno
 import os
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from ipaddress import IPv4Network
@@ -27,6 +28,8 @@ _UPLINK_PREFIX: Final = 31
 _LOOPBACK: Final = 1
 # Days by default: too long for connections whose ends may have been paused or killed.
 _ESTABLISHED_TIMEOUT_S: Final = 86_400
+_SENDS_AFTER_S: Final = 5.0
+_LOOK_AGAIN_S: Final = 0.001
 _OUT_OF: Final = {errno.ENOSPC, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.ENOBUFS}
 
 
@@ -65,16 +68,17 @@ class SlotMaker:
             failpoint_nowait("slot.sysctl")
             make_tap(TAP_NAME)
             failpoint_nowait("slot.tap")
-            with rtnl.Netlink() as inner:
-                self._connect(inner, slot, home)
-                failpoint_nowait("slot.uplink")
-                _address_tap(inner)
-                _address_uplink(inner, slot)
+            inner = undo.enter_context(rtnl.Netlink())
+            self._connect(inner, slot, home)
+            failpoint_nowait("slot.uplink")
+            _address_tap(inner)
+            _address_uplink(inner, slot)
             failpoint_nowait("slot.addresses")
             self._nft.run(self._rules(slot, policy))
             failpoint_nowait("slot.rules")
             netns.enter(home)
             _attach(slot)
+            _wait_until_it_sends(inner, UPLINK_NAME)
             failpoint_nowait("slot.host")
             unkeep.pop_all()
 
@@ -157,7 +161,11 @@ def explained(what: str) -> Iterator[None]:
         yield
     except OSError as error:
         reason = error.strerror or str(error)
-        if error.errno in {errno.EPERM, errno.EACCES, errno.EROFS}:
+        if error.errno == errno.EROFS:
+            raise Unsupported(
+                f"{what}: {reason}", hint="/proc/sys must be writable (a container's may not be)"
+            ) from error
+        if error.errno in {errno.EPERM, errno.EACCES}:
             raise Unsupported(f"{what}: {reason}", hint="the server needs root's capabilities") from error
         kind = Exhausted if error.errno in _OUT_OF else Unavailable
         raise kind(f"{what}: {reason}") from error
@@ -182,6 +190,21 @@ def _address_uplink(inner: rtnl.Netlink, slot: SlotPlan) -> None:
         rtnl.neighbour(uplink, slot.host_end, slot.host_mac),
         rtnl.default_route(uplink, slot.host_end),
     )
+
+
+def _wait_until_it_sends(netlink: rtnl.Netlink, name: str) -> None:
+    """A link whose other end has just come up drops what it is given until a kernel thread has noticed.
+
+    On a busy host that takes long enough to lose the first packets, and a second until they are sent again.
+    """
+    give_up = time.monotonic() + _SENDS_AFTER_S
+    while not any(
+        link.get_attr("IFLA_IFNAME") == name and link.get_attr("IFLA_QDISC") != "noop"
+        for link in netlink.dump(rtnl.all_links())
+    ):
+        if time.monotonic() > give_up:
+            raise Unavailable(f"link {name} of a network slot did not come up in {_SENDS_AFTER_S:g} s")
+        time.sleep(_LOOK_AGAIN_S)
 
 
 def _uplink_is_of(inner: rtnl.Netlink, slot: SlotPlan) -> bool:

@@ -188,12 +188,16 @@ class SlotPool:
         del self._owners[holding.owner]
         self._foreign.add(holding.index)
 
-    def dismiss_foreign(self, keep: Collection[int]) -> list[int]:
-        """Found slots that are not in *keep* leave; return them."""
-        gone = sorted(self._foreign - set(keep))
-        self._foreign.difference_update(gone)
-        self._leaving.update(gone)
-        return gone
+    def dismiss(self, keep: Collection[int]) -> list[int]:
+        """Found and held slots that are not in *keep* leave; return them."""
+        keep = set(keep)
+        found = self._foreign - keep
+        self._foreign -= found
+        self._leaving |= found
+        held = [holding for index, holding in self._held.items() if index not in keep]
+        for holding in held:
+            self.give_back(holding)
+        return sorted([*found, *(holding.index for holding in held)])
 
     def _hold(self, index: int, owner: str, policy: EgressPolicy) -> Holding:
         if index in self._held:

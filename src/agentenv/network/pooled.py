@@ -148,7 +148,7 @@ class PooledSlots:
         ours_before = self._pool.own()
         leftovers = await self._workshop.leftovers()
         self._pool.found(leftovers.slots - ours_before)
-        gone = self._pool.dismiss_foreign(keep)
+        gone = self._pool.dismiss(keep)
         self._leave()
         removed = await self._workshop.remove_strangers(leftovers)
         await self.settled()

@@ -41,16 +41,22 @@ def free_ranges(wanted: Sequence[IPv4Network], used: Iterable[IPv4Network]) -> l
     taken = [network for network in used if network != EVERYTHING]
     found: list[IPv4Network] = []
     for size in wanted:
-        for private in _PRIVATE:
-            if size.prefixlen < private.prefixlen:
-                continue
-            subnets = private.subnets(new_prefix=size.prefixlen)
-            choice = next((subnet for subnet in subnets if not _overlaps(subnet, [*taken, *found])), None)
-            if choice is not None:
-                found.append(choice)
-                break
+        choices = (_first_free(private, size.prefixlen, [*taken, *found]) for private in _PRIVATE)
+        if (choice := next((choice for choice in choices if choice is not None), None)) is not None:
+            found.append(choice)
     return found
 
 
-def _overlaps(network: IPv4Network, others: Iterable[IPv4Network]) -> bool:
-    return any(network.overlaps(other) for other in others)
+def _first_free(private: IPv4Network, prefix_length: int, taken: Sequence[IPv4Network]) -> IPv4Network | None:
+    """The first range of that size in *private* that overlaps none of *taken*."""
+    if prefix_length < private.prefixlen:
+        return None
+    step = 1 << 32 - prefix_length
+    start = int(private.network_address)
+    while start <= int(private.broadcast_address):
+        choice = IPv4Network((start, prefix_length))
+        in_the_way = [int(network.broadcast_address) for network in taken if network.overlaps(choice)]
+        if not in_the_way:
+            return choice
+        start = max(max(in_the_way) // step * step, start) + step
+    return None

@@ -194,6 +194,14 @@ def default_route(link: int, gateway: IPv4Address) -> Message:
     return _route(_NEWROUTE, None, [("RTA_OIF", link), ("RTA_GATEWAY", str(gateway))], flags=_RTNH_ONLINK)
 
 
+def delete_default_route() -> Message:
+    return _route(_DELROUTE, None, [])
+
+
+def route_via(destination: IPv4Network, gateway: IPv4Address) -> Message:
+    return _route(_NEWROUTE, destination, [("RTA_GATEWAY", str(gateway))])
+
+
 def host_route(link: int, destination: IPv4Address, source: IPv4Address) -> Message:
     """*destination* is on *link*; who goes there without an address of his own goes as *source*."""
     attributes = [("RTA_OIF", link), ("RTA_PREFSRC", str(source))]

@@ -145,7 +145,8 @@ def slot_rules(
             "ct state established,related accept",
             "ct state invalid drop",
             f"{tap} {to_up} goto outbound",
-            f"{up} {to_tap} ct status dnat goto admit",
+            # Not counted: a guest that has used up its connections can still be reached, and managed.
+            f"{up} {to_tap} ct status dnat accept",
         ),
         _chain("outbound", *_egress_rules(plan, egress)),
         _chain("admit", f"ct count over {flows_per_slot} drop", "accept"),

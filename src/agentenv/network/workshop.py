@@ -7,7 +7,7 @@ policies, so that a create with a policy of its own never waits behind the pool.
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from typing import Final, Protocol
 
 from agentenv.aio.clock import Clock
@@ -80,7 +80,13 @@ class HostWorkshop:
         self._clock = clock
 
     async def make(self, slot: SlotPlan) -> None:
-        await self._making.run(self._maker.make, slot, EgressPolicy())
+        try:
+            await self._making.run(self._maker.make, slot, EgressPolicy())
+        except AgentEnvError:
+            # What failed is on its way out, or stands in the way: the index is ours, so nobody else has it.
+            with suppress(AgentEnvError):
+                await self.remove([slot])
+            raise
 
     async def replace_policy(self, slot: SlotPlan, policy: EgressPolicy) -> None:
         await self._ruling.run(self._maker.replace_policy, slot, policy)

@@ -118,6 +118,7 @@ class DnsForwarder:
         await self._tasks.close()
         if self._transport is not None:
             self._transport.close()
+        await asyncio.sleep(0)  # a transport lets go of its socket in the next pass of the loop
 
     def statistics(self) -> DnsStatistics:
         return self._statistics

@@ -41,8 +41,9 @@ class Upstream:
         """From ``address``, ``address:port`` or ``[IPv6 address]:port``. Raises `Invalid`."""
         host, port = text, str(_PORT)
         if text.startswith("["):
-            host, _, rest = text[1:].partition("]")
-            port = rest.removeprefix(":") or port
+            host, bracket, rest = text[1:].partition("]")
+            port = rest.removeprefix(":") if rest else port
+            host = host if bracket and rest in ("", f":{port}") else text
         elif text.count(":") == 1:
             host, _, port = text.partition(":")
         try:
