@@ -23,14 +23,13 @@ VERBS: list[tuple[str, str, dict[str, Any] | None]] = [
 
 
 @pytest.mark.parametrize(("method", "suffix", "body"), VERBS)
-@pytest.mark.parametrize("sandbox_id", [NOBODY, NOBODY.upper(), "x", "%2e%2e", "%00", "%2e%2e%2f", "a" * 1000, "{}"])
 async def test_an_id_that_nothing_has_is_not_found(
-    api: httpx.AsyncClient, sandbox_id: str, method: str, suffix: str, body: dict[str, Any] | None
+    api: httpx.AsyncClient, method: str, suffix: str, body: dict[str, Any] | None
 ) -> None:
-    answer = await api.request(method, f"/sandboxes/{sandbox_id}{suffix}", json=body)
+    for sandbox_id in (NOBODY, NOBODY.upper(), "x", "%2e%2e", "%00", "%2e%2e%2f", "a" * 1000, "{}"):
+        answer = await api.request(method, f"/sandboxes/{sandbox_id}{suffix}", json=body)
 
-    assert answer.status_code == 404
-    assert answer.json()["code"] == 404
+        refused(answer, 404, "not_found")
 
 
 @pytest.mark.parametrize("body", [None, b"", b"{}", b'{"memory":true}', b'{"memory":true,"requireHealthyGuest":false}'])
