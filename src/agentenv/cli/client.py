@@ -18,6 +18,8 @@ from agentenv.guest.contract import AGENT_PORT
 
 DEFAULT_URL: Final = "http://127.0.0.1:8000"
 DEFAULT_KEY_FILE: Final = Path("/var/lib/aenv/secrets/api-key")
+# As shells have it: 127 for a program that cannot be run, 124 for one that ran out of time.
+STREAM_EXIT_CODES: Final = {"invalid_argument": 127, "deadline_exceeded": 124}
 TIMEOUT: Final = httpx.Timeout(10.0, read=180.0)
 
 
@@ -96,6 +98,8 @@ class Client:
     def sandbox(self, sandbox_id: str) -> "SandboxClient":
         """The agent of one sandbox, with the token the server gives for it."""
         detail = self.call("GET", f"/sandboxes/{sandbox_id}")
+        if detail.get("state") == "paused" and not (detail.get("lifecycle") or {}).get("autoResume"):
+            raise CliError("the sandbox is paused", hint=f"aenv resume {sandbox_id}")
         return SandboxClient(self.target.url, sandbox_id, detail.get("envdAccessToken"))
 
     @contextmanager
@@ -146,7 +150,10 @@ class SandboxClient:
                 for data in answer.iter_raw():
                     for frame in reader.feed(data):
                         if frame.end and (error := frame.message.get("error")):
-                            raise CliError(error.get("message") or error.get("code", "the command failed"))
+                            raise CliError(
+                                error.get("message") or error.get("code", "the command failed"),
+                                code=STREAM_EXIT_CODES.get(error.get("code"), 1),
+                            )
                         yield frame
                         if frame.end:
                             return

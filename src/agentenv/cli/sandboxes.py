@@ -134,6 +134,10 @@ def execute(
     stdin: Annotated[bool, typer.Option("--stdin", "-i", help="Pass standard input on.")] = False,
 ) -> None:
     """Run a command in a sandbox; its output and exit code are this command's own."""
+    if command[:1] == ["--"]:
+        command = command[1:]
+    if not command:
+        raise CliError("which command?", code=2)
     sandbox = client_of(context).sandbox(sandbox_id)
     code = process.execute(sandbox, command, user=user, cwd=cwd, env=pairs(env, "variable"), with_input=stdin)
     raise typer.Exit(code)

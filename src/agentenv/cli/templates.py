@@ -9,6 +9,7 @@ from queue import Queue
 from typing import Annotated, Any, cast
 
 import typer
+from typer.core import TyperGroup
 
 from agentenv.cli.client import CliError
 from agentenv.cli.context import client_of
@@ -28,7 +29,18 @@ SNAPSHOT_COLUMNS = (("NAME", "names"), ("SNAPSHOT", "snapshotID"))
 CHUNK_BYTES = 1 << 20
 
 templates = typer.Typer(help="Templates: what sandboxes start from.", no_args_is_help=True)
-snapshots = typer.Typer(help="Snapshots: kept states of sandboxes.", no_args_is_help=True)
+
+
+class CreateByDefault(TyperGroup):
+    """`aenv snapshot ID` is `aenv snapshot create ID`: what people type first."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args and args[0] not in self.commands and not args[0].startswith("-"):
+            args = ["create", *args]
+        return super().resolve_command(ctx, args)
+
+
+snapshots = typer.Typer(help="Snapshots: kept states of sandboxes.", no_args_is_help=True, cls=CreateByDefault)
 
 
 @templates.command("build")
