@@ -28,6 +28,8 @@ const SPARE_LEAVES: usize = 8;
 /// The control groups of one sandbox.
 pub(crate) struct Groups {
     root: OwnedFd,
+    /// Kept open, because it is read at every start; not there without the memory controller.
+    memory_events: Option<OwnedFd>,
     frozen: Cell<bool>,
     thawed: Notify,
     spare: RefCell<Vec<Leaf>>,
@@ -51,8 +53,10 @@ impl Groups {
         for name in ["workload", "workload/exec"] {
             make_directory(&root, name)?;
         }
+        let memory_events = openat(&root, "workload/memory.events", OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty());
         let groups = Self {
             root,
+            memory_events: memory_events.ok(),
             frozen: Cell::new(false),
             thawed: Notify::new(),
             spare: RefCell::default(),
@@ -131,7 +135,10 @@ impl Groups {
 
     /// How many tasks the OOM killer has ended in the workload so far.
     pub(crate) fn oom_kills(&self) -> u64 {
-        let events = self.read("workload/memory.events").unwrap_or_default();
+        let Some(file) = &self.memory_events else { return 0 };
+        let mut text = [0; 512];
+        let length = rustix::io::pread(file, &mut text, 0).unwrap_or(0);
+        let events = String::from_utf8_lossy(&text[..length]);
         let count = events.lines().find_map(|line| line.strip_prefix("oom_kill "));
         count.and_then(|n| n.trim().parse().ok()).unwrap_or(0)
     }

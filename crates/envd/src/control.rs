@@ -19,7 +19,8 @@ use crate::{identity, say};
 
 const SECRET_HEADER: &str = "x-agentenv-control";
 
-/// Before the first `/init` nothing else has run in the sandbox, so that one call is trusted.
+/// Who makes the first `/init` sets the secret, so that one call is trusted: nothing else has run in the sandbox.
+/// Except that the image's own init may have, which is why it must come from outside.
 fn refusal(app: &App, headers: &HeaderMap, may_be_first: bool) -> Option<Answer> {
     let settings = app.settings();
     if may_be_first && !settings.initialised {
@@ -32,9 +33,11 @@ fn refusal(app: &App, headers: &HeaderMap, may_be_first: bool) -> Option<Answer>
     }
 }
 
-pub(crate) async fn init(app: Rc<App>, request: Request<Incoming>) -> Answer {
+pub(crate) async fn init(app: Rc<App>, from_inside: bool, request: Request<Incoming>) -> Answer {
     let (parts, body) = request.into_parts();
-    if let Some(refused) = refusal(&app, &parts.headers, true) {
+    // On a host, for tests, everybody is inside.
+    let may_be_first = !(from_inside && app.powers.power);
+    if let Some(refused) = refusal(&app, &parts.headers, may_be_first) {
         drain(body);
         return refused;
     }
@@ -46,7 +49,7 @@ pub(crate) async fn init(app: Rc<App>, request: Request<Incoming>) -> Answer {
         Err(error) => return answer::error(StatusCode::BAD_REQUEST, &format!("the request broke off: {error}")),
     };
     // Another first call may have come in between.
-    if let Some(refused) = refusal(&app, &parts.headers, true) {
+    if let Some(refused) = refusal(&app, &parts.headers, may_be_first) {
         return refused;
     }
     let message: InitRequest = match json::parse(if bytes.is_empty() { b"{}" } else { &bytes }) {

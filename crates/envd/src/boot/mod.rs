@@ -61,7 +61,7 @@ pub(crate) fn run() -> io::Result<()> {
     }
 }
 
-const SYSCTLS: [(&str, &str); 7] = [
+const SYSCTLS: [(&str, &str); 9] = [
     // Groups by session would give each command as much CPU as the whole daemon.
     ("kernel.sched_autogroup_enabled", "0"),
     // The OOM killer is to kill, not to panic.
@@ -72,6 +72,9 @@ const SYSCTLS: [(&str, &str); 7] = [
     ("net.ipv6.conf.default.accept_ra", "0"),
     ("net.ipv6.conf.all.autoconf", "0"),
     ("net.ipv6.conf.default.autoconf", "0"),
+    // The link is there already, so what is set for all does not reach it.
+    ("net.ipv6.conf.eth0.accept_ra", "0"),
+    ("net.ipv6.conf.eth0.autoconf", "0"),
 ];
 
 /// A step without which the machine is still of use: a failure is told, not fatal.

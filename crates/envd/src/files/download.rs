@@ -207,7 +207,12 @@ impl Body for FileBody {
             }
             Err(lost) => Err(io::Error::other(lost)),
         };
-        Poll::Ready(self.take(chunk))
+        let taken = self.take(chunk);
+        if !self.ended {
+            // While this chunk is on its way, the next one is read.
+            self.start_reading();
+        }
+        Poll::Ready(taken)
     }
 
     fn is_end_stream(&self) -> bool {

@@ -15,13 +15,13 @@ use crate::{control, files, filesystem, metrics, process};
 const PROCESS: &str = "/process.Process/";
 const FILESYSTEM: &str = "/filesystem.Filesystem/";
 
-/// Answers one request.
-pub(super) async fn answer(app: Rc<App>, request: Request<Incoming>) -> Answer {
+/// Answers one request, which may come from a process of the sandbox itself.
+pub(super) async fn answer(app: Rc<App>, from_inside: bool, request: Request<Incoming>) -> Answer {
     let get = matches!(*request.method(), Method::GET | Method::HEAD);
     let post = *request.method() == Method::POST;
     match request.uri().path() {
         "/health" if get => answer::empty(StatusCode::NO_CONTENT),
-        "/init" if post => control::init(app, request).await,
+        "/init" if post => control::init(app, from_inside, request).await,
         "/freeze" if post => control::freeze(app, request).await,
         "/thaw" if post => control::thaw(&app, &request),
         "/sync" if post => control::sync(app, request).await,

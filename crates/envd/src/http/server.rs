@@ -56,11 +56,12 @@ pub(crate) async fn serve(app: Rc<App>, listener: TcpListener) {
     }
 }
 
-async fn connection(app: Rc<App>, stream: TcpStream, _seat: Seat) {
+async fn connection(app: Rc<App>, stream: TcpStream, seat: Seat) {
     let _ = stream.set_nodelay(true);
+    let from_inside = seat.local;
     let service = service_fn(|request| {
         let app = app.clone();
-        async move { Ok::<_, Infallible>(answer(app, request).await) }
+        async move { Ok::<_, Infallible>(answer(app, from_inside, request).await) }
     });
     // A client that breaks off is no event; its handlers are dropped with the connection.
     let _ = http1::Builder::new()
