@@ -44,6 +44,7 @@ from agentenv.node.timings import Timings
 from agentenv.proxy.app import Proxy
 from agentenv.proxy.inbound.limits import ServerLimits
 from agentenv.proxy.inbound.serve import http_server, raise_descriptor_limit
+from agentenv.proxy.metrics import ProxyMetrics
 from agentenv.proxy.settings import ProxySettings
 from agentenv.state.engine import sqlite_url
 from agentenv.state.sql import SqlStore
@@ -143,7 +144,9 @@ async def _node(settings: Settings) -> AsyncIterator[tuple[NodeService, Proxy]]:
 
         builds = BuildRoutes(TemplateBuilder(host), host.settings.work_dir)
         api = create_app(node, _api(settings, api_key), builds=builds, registry=metrics, clock=clock)
-        proxy = Proxy(node, api, _proxy(settings, api_key))
+        proxied = ProxyMetrics(metrics)
+        proxy = Proxy(node, api, _proxy(settings, api_key), observe=proxied)
+        proxied.show(proxy.statistics)
         registry.listen(lambda before, after: _forget_connections(proxy, before, after))
         opened.push_async_callback(proxy.close)
         yield node, proxy

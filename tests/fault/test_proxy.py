@@ -314,9 +314,9 @@ async def test_a_client_that_does_not_read_does_not_keep_a_cut_connection_open(k
             await until(lambda: not world.connections and not world.tasks, "the client is still connected")
 
 
-@pytest.mark.parametrize("end", ["delete", "lose"])
+@pytest.mark.parametrize(("end", "error_code"), [("delete", "sandbox_not_found"), ("lose", "sandbox_not_running")])
 @on_uvloop
-async def test_a_sandbox_that_is_gone_ends_what_waits_for_it(end: str) -> None:
+async def test_a_sandbox_that_is_gone_ends_what_waits_for_it_and_is_called_gone(end: str, error_code: str) -> None:
     async with World(ProxySettings(sweep_interval_s=0.01)) as world:
         guest = await world.guest(mute)
         async with world.client() as client:
@@ -327,7 +327,8 @@ async def test_a_sandbox_that_is_gone_ends_what_waits_for_it(end: str) -> None:
             else:
                 world.node.lose(guest.sandbox.id, "the VMM died")
             answer = await client.answer()
-            assert (answer.status, answer.json["error_code"]) == (502, "guest_not_answering")
+            assert (answer.status, answer.json["message"]) == (502, "The sandbox was not found")
+            assert answer.json["error_code"] == error_code
 
 
 @on_uvloop
@@ -348,6 +349,17 @@ async def test_a_sandbox_paused_between_waking_and_connecting_is_woken_again() -
         assert (await world.ask(guest, method="POST", body=b"once")).body == b"once"
         assert wakes == 2
         assert len(guest.heads) == 1
+
+
+@on_uvloop
+async def test_a_sandbox_with_as_many_connections_as_it_may_have_says_so() -> None:
+    async with World(ProxySettings(max_connections_per_sandbox=1)) as world:
+        guest = await world.guest(mute)
+        async with world.client() as client:
+            client.send(b"GET / HTTP/1.1\r\nHost: x\r\n%b\r\n" % guest.headers)
+            await until(lambda: guest.open == 1, "the request has not arrived")
+            answer = await world.ask(guest)
+            assert (answer.status, answer.json["error_code"]) == (503, "exhausted")
 
 
 @pytest.mark.slow

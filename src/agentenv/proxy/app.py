@@ -11,21 +11,12 @@ from dataclasses import replace
 from typing import Final, Protocol
 
 from agentenv.aio.tasks import Tasks
-from agentenv.model.errors import AgentEnvError, Bug, Conflict, DeadlineExceeded, Exhausted, NotFound
-from agentenv.model.lifecycle import State
-from agentenv.model.sandbox import Sandbox
+from agentenv.model.errors import AgentEnvError, Bug, DeadlineExceeded
 from agentenv.node.contract import Node, Route
 from agentenv.proxy import errors
-from agentenv.proxy.access import (
-    Credentials,
-    agent_serves,
-    credentials,
-    may_pass,
-    may_wake,
-    without_token,
-)
+from agentenv.proxy.access import agent_serves, credentials, without_token
 from agentenv.proxy.asgi import UPGRADE, ASGIApp, Message, Receive, Scope, Send, TakeOver
-from agentenv.proxy.errors import Answer
+from agentenv.proxy.gate import ATTEMPTS, Gate, Refused
 from agentenv.proxy.headers import (
     Client,
     Framing,
@@ -43,8 +34,6 @@ from agentenv.proxy.settings import AGENT_PORT, ProxySettings
 
 _log = logging.getLogger(__name__)
 
-_ATTEMPTS: Final = 3  # a sandbox may be paused again between waking and connecting
-_WAKEABLE: Final = (State.PAUSING, State.PAUSED, State.RESUMING)
 _PATIENT_PATH: Final = b"/process.Process/StreamInput"
 
 
@@ -54,14 +43,6 @@ class Observer(Protocol):
     def __call__(self, via: Via | None, method: str, status: int | None, duration_s: float) -> None:
         """*status* is None if the client left first; *via* is None if the request was refused unread."""
         ...
-
-
-class Refused(Exception):
-    """The way to the guest ends here, with this answer."""
-
-    def __init__(self, answer: Answer) -> None:
-        super().__init__(answer.status)
-        self.answer = answer
 
 
 class Proxy:
@@ -86,6 +67,7 @@ class Proxy:
         self._control = control
         self._settings = settings
         self._observe = observe
+        self._gate = Gate(node, settings.wake_timeout_s)
         self._pool = Pool(node, settings)
         self._tasks = Tasks("proxy")
 
@@ -165,15 +147,15 @@ class Proxy:
         if body is None:
             raise Refused(errors.refused(400, "the length of the body is given twice, or in an unknown way", "invalid"))
         if target.port == AGENT_PORT and not agent_serves(target.path):
-            self._sandbox(target)  # one that is not there is not found, whatever is asked of it
+            self._gate.sandbox(target)  # one that is not there is not found, whatever is asked of it
             raise Refused(errors.not_served(target.path))
         take_over: TakeOver | None = (scope.get("extensions") or {}).get(UPGRADE)
         upgrade = upgrade_wanted(headers) if take_over is not None else None
         shown = credentials(headers, scope["query_string"], upgrade=upgrade is not None)
         if not body.has_body:
             await receive()  # the empty body; what comes next can only be the client's leaving
-        for _ in range(_ATTEMPTS):
-            way, was_woken = await self._way(target, shown, scope)
+        for _ in range(ATTEMPTS):
+            way, was_woken = await self._gate.way(target, shown, scope["method"], scope["query_string"])
             if was_woken and not body.has_body and await _has_left(receive):
                 return None
             request = self._request(target, way, scope, body, upgrade, take_over)
@@ -181,51 +163,9 @@ class Proxy:
                 return await self._exchange(way, target.port, request, receive, send)
             except RouteChanged:
                 continue
-            except Exhausted:
-                raise Refused(errors.too_many(target)) from None
             except AgentEnvError as error:
-                raise Refused(errors.failed(target, error)) from error
+                raise self._gate.explain(target, error) from error
         raise Refused(errors.not_running(target, "starting and stopping"))
-
-    async def _way(self, target: ToSandbox, shown: Credentials, scope: Scope) -> tuple[Route, bool]:
-        """The route to the sandbox, and whether it was woken for it. Checks the caller first."""
-        for attempt in range(_ATTEMPTS):
-            try:
-                way = self._node.route(target.sandbox_id)
-            except NotFound:
-                raise Refused(errors.no_such_sandbox(target)) from None
-            except Conflict:
-                way = None
-            if way is None or way.sandbox.state is State.PAUSING:
-                await self._wake(target, shown, scope)
-                continue
-            if not may_pass(target.port, way.traffic_token, shown):
-                raise Refused(errors.token_required(target))
-            return way, attempt > 0
-        raise Refused(errors.not_running(target, "starting and stopping"))
-
-    def _sandbox(self, target: ToSandbox) -> Sandbox:
-        try:
-            return self._node.get(target.sandbox_id)
-        except NotFound:
-            raise Refused(errors.no_such_sandbox(target)) from None
-
-    async def _wake(self, target: ToSandbox, shown: Credentials, scope: Scope) -> None:
-        sandbox = self._sandbox(target)
-        tokens = self._node.tokens(sandbox)
-        if not may_pass(target.port, tokens.traffic, shown):
-            raise Refused(errors.token_required(target))
-        if not sandbox.auto_resume or sandbox.state not in _WAKEABLE:
-            raise Refused(errors.not_running(target, _in_words(sandbox)))
-        if not may_wake(target.port, tokens, shown, scope["method"], target.path, scope["query_string"]):
-            raise Refused(errors.agent_token_required())
-        try:
-            async with asyncio.timeout(self._settings.wake_timeout_s):
-                await self._node.wake(target.sandbox_id)
-        except TimeoutError:
-            raise Refused(errors.not_woken(target, DeadlineExceeded("the sandbox did not wake in time"))) from None
-        except AgentEnvError as error:
-            raise Refused(errors.not_woken(target, error)) from error
 
     def _request(
         self,
@@ -313,13 +253,3 @@ async def _has_left(receive: Receive) -> bool:
     except TimeoutError:
         return False
     return bool(message["type"] == "http.disconnect")
-
-
-def _in_words(sandbox: Sandbox) -> str:
-    match sandbox.state:
-        case State.PAUSED | State.PAUSING:
-            return "paused"
-        case State.ERROR:
-            return "in error"
-        case state:
-            return state.value

@@ -94,11 +94,7 @@ def not_served(path: bytes) -> Answer:
     return refused(404, f"the guest agent has nothing at {path[:80].decode('latin-1')}", "not_found")
 
 
-def too_many(target: ToSandbox) -> Answer:
-    return refused(503, f"too many connections to sandbox {target.sandbox_id} are open", "exhausted")
-
-
-def failed(target: ToSandbox, error: Exception) -> Answer:
+def failed(target: ToSandbox, error: AgentEnvError) -> Answer:
     """The answer for what went wrong on the way to the guest, before a byte of its answer was passed on."""
     match error:
         case PortClosed():
@@ -120,6 +116,8 @@ def failed(target: ToSandbox, error: Exception) -> Answer:
             return refused(502, f"the guest closed port {target.port} without an answer", "guest_not_answering")
         case GuestGarbage():
             return refused(502, f"what answers on port {target.port} does not speak HTTP/1.1", "guest_garbage")
+        case Exhausted():
+            return refused(503, error.message, "exhausted")
         case Unavailable():
             return refused(502, f"the guest cannot be reached: {error.message}", "guest_not_answering")
         case _:

@@ -12,7 +12,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Final
 
-from agentenv.model.errors import Conflict, Exhausted, NotFound, Unavailable
+from agentenv.model.errors import AgentEnvError, Conflict, Exhausted, NotFound, Unavailable
 from agentenv.node.contract import Node, Route
 from agentenv.proxy.connection import GuestConnection
 from agentenv.proxy.errors import GuestGone, GuestSilent, PortClosed
@@ -105,23 +105,15 @@ class Pool:
         guest = self._guest(route)
         self._make_room(guest)
         guest.opening += 1
-        loop = asyncio.get_running_loop()
         try:
-            async with asyncio.timeout(self._settings.connect_timeout_s):
-                _, connection = await loop.create_connection(
-                    lambda: GuestConnection(self._lost), str(route.address), port
-                )
-        except ConnectionRefusedError as error:
-            raise PortClosed(f"nothing listens on port {port}") from error
-        except TimeoutError as error:
-            raise GuestSilent(f"no connection to port {port} in {self._settings.connect_timeout_s:g} s") from error
-        except OSError as error:
-            if error.errno in _OURS_TO_BLAME:
-                raise Exhausted(f"no connection to port {port}: {error.strerror}") from error
-            raise Unavailable(f"no connection to port {port}: {error.strerror}") from error
+            connection = await self._open(str(route.address), port)
+        except AgentEnvError as error:
+            if not self._is_current(guest):
+                raise RouteChanged("the sandbox stopped running before it could be connected to") from error
+            raise
         finally:
             guest.opening -= 1
-        if self._guests.get(guest.sandbox_id) is not guest or not self._is_alive(guest):
+        if not self._is_current(guest):
             connection.abort()
             raise RouteChanged("the sandbox stopped running while it was being connected to")
         if not connection.is_open:
@@ -172,6 +164,21 @@ class Pool:
             cut=self._cut,
         )
 
+    async def _open(self, address: str, port: int) -> GuestConnection:
+        timeout_s = self._settings.connect_timeout_s
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(timeout_s):
+                _, connection = await loop.create_connection(lambda: GuestConnection(self._lost), address, port)
+        except ConnectionRefusedError as error:
+            raise PortClosed(f"nothing listens on port {port}") from error
+        except TimeoutError as error:
+            raise GuestSilent(f"no connection to port {port} in {timeout_s:g} s") from error
+        except OSError as error:
+            kind = Exhausted if error.errno in _OURS_TO_BLAME else Unavailable
+            raise kind(f"no connection to port {port}: {error.strerror}") from error
+        return connection
+
     def _guest(self, route: Route) -> _Guest:
         sandbox_id, generation = route.key
         guest = self._guests.get(sandbox_id)
@@ -191,6 +198,10 @@ class Pool:
             oldest.abort()
             return
         raise Exhausted("too many connections to this sandbox are open")
+
+    def _is_current(self, guest: _Guest) -> bool:
+        """Whether *guest* is still the one VM of its sandbox: nobody else has its address then."""
+        return self._guests.get(guest.sandbox_id) is guest and self._is_alive(guest)
 
     def _is_alive(self, guest: _Guest) -> bool:
         try:

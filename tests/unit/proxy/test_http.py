@@ -9,7 +9,7 @@ import pytest
 from agentenv.model.policy import IngressPolicy
 from agentenv.proxy import ProxySettings
 from agentenv.proxy.route import Via
-from tests.unit.proxy.world import API_KEY, World, answering, on_uvloop, read_request
+from tests.unit.proxy.world import API_KEY, WAIT_S, World, answering, on_uvloop, read_request
 
 
 @on_uvloop
@@ -301,7 +301,8 @@ async def test_an_answer_before_the_body_is_sent_reaches_a_client_that_goes_on_s
             assert (await client.answer()).body == b"much"
             # The client's connection is still good: what was not wanted was read and thrown away.
             assert (await client.ask("/next")).json["control"] == "/next"
-        await guest.closed.wait()  # the guest's is not: it got half a request
+        async with asyncio.timeout(WAIT_S):
+            await guest.closed.wait()  # the guest's is not: it got half a request
         assert world.proxy.statistics().idle == 0
 
 

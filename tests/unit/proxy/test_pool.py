@@ -172,4 +172,10 @@ async def test_a_guest_that_does_not_take_connections_is_silent() -> None:
             with pytest.raises(GuestSilent):
                 await pool.connect(way(world, guest), full.getsockname()[1])
             assert pool.statistics().busy == 0
+            # The same from a sandbox that was paused meanwhile is no fault of its port's.
+            connecting = asyncio.create_task(pool.connect(way(world, guest), full.getsockname()[1]))
+            await asyncio.sleep(0)
+            world.node.change(guest.sandbox.id, state=State.PAUSED)
+            with pytest.raises(RouteChanged):
+                await connecting
             pool.close()

@@ -6,6 +6,7 @@ the body of a request that offers an upgrade, and decode WebSockets that we only
 
 import asyncio
 import functools
+import math
 import resource
 from typing import Any, cast
 
@@ -38,7 +39,7 @@ def http_server(
         server_header=False,
         proxy_headers=False,
         backlog=4096,
-        timeout_graceful_shutdown=int(limits.stop_timeout_s),
+        timeout_graceful_shutdown=math.ceil(limits.stop_timeout_s),
     )
     return uvicorn.Server(config)
 
