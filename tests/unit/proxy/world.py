@@ -9,7 +9,7 @@ import contextlib
 import functools
 import itertools
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, MutableSet
 from dataclasses import dataclass, field
 from ipaddress import IPv4Address
 from typing import Any, Final, ParamSpec, Self, TypeAlias
@@ -60,9 +60,7 @@ class LabNode(FakeNode):
     def change(self, sandbox_id: str, **changes: object) -> Sandbox:
         """Put a sandbox into another state as if an operation had."""
         sandbox = self.get(sandbox_id)
-        return self.add_sandbox(
-            **{name: getattr(sandbox, name) for name in Sandbox.__dataclass_fields__} | changes  # type: ignore[arg-type]
-        )
+        return self.add_sandbox(**{name: getattr(sandbox, name) for name in Sandbox.__dataclass_fields__} | changes)
 
 
 @dataclass
@@ -105,8 +103,8 @@ class World:
         self.seen: list[tuple[Any, str, int | None]] = []
         self.proxy = Proxy(self.node, control or control_app, self.settings, observe=self._observe)
         self.limits = limits or ServerLimits()
-        self.connections: set[Any] = set()  # of clients; see `Server`
-        self.tasks: set[Any] = set()
+        self.connections: MutableSet[Any] = set()  # of clients; see `Server`
+        self.tasks: MutableSet[Any] = set()
         self.total_requests = 0
         self.default_headers: list[tuple[bytes, bytes]] = []
         self.port = 0
@@ -310,4 +308,4 @@ async def until(holds: Callable[[], bool], complaint: str) -> None:
 
 
 PRIVATE: Final = IngressPolicy(allow_public_traffic=False)
-PAUSED: Final[dict[str, object]] = {"state": State.PAUSED, "ends_at": None}
+PAUSED: Final[dict[str, Any]] = {"state": State.PAUSED, "ends_at": None}
