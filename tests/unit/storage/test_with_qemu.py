@@ -225,7 +225,7 @@ async def test_the_memory_of_a_vmm_comes_back_byte_for_byte(storage: PlainStorag
         (tmp_path / "content").write_bytes(random.Random(cycle).randbytes(3 * MIB) + bytes(MIB))
         options = (
             *("-object", f"memory-backend-file,id=m,size=64M,mem-path={memory},share=off"),
-            *("-device", f"loader,file={tmp_path}/content,addr={(16 + cycle * 2) * MIB},force-raw=on"),
+            *("-device", f"loader,file={tmp_path}/content,addr={(16 + cycle * 8) * MIB},force-raw=on"),
         )
         with Qemu(target, tmp_path, *options) as vmm:
             await storage.fill_memory("one", vmm.pid)
@@ -233,7 +233,8 @@ async def test_the_memory_of_a_vmm_comes_back_byte_for_byte(storage: PlainStorag
             stack = await storage.capture_memory("one", vmm.pid)
         await storage.detach("one")
         before = (tmp_path / "before").read_bytes()
-        assert before[(16 + cycle * 2) * MIB :][: 4 * MIB] == (tmp_path / "content").read_bytes()
+        loaded = before[(16 + cycle * 8) * MIB :][: 4 * MIB] == (tmp_path / "content").read_bytes()
+        assert loaded
         with MemoryGuest(await storage.attach_memory("two", stack)) as guest:
             await storage.fill_memory("two", guest.pid)
             same = guest.read(MIB, MEMORY - MIB) == before[MIB:]  # below it, firmware lies over the memory
