@@ -104,12 +104,12 @@ class MemoryGuest:
     def read(self, offset: int, length: int) -> bytes:
         self._say(f"read {offset} {length}")
         assert self._child.stdout is not None
-        data = b""
+        data = bytearray()
         while len(data) < length:
-            got = self._child.stdout.read(length - len(data))
+            got = self._child.stdout.read(min(length - len(data), 1 << 20))
             assert got, "the child died"
             data += got
-        return data
+        return bytes(data)
 
     def write(self, offset: int, data: bytes) -> None:
         assert self._child.stdin is not None
