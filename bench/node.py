@@ -16,7 +16,7 @@ from bench.floor import measure_floor
 from bench.metrics import counter, process_cpu_s, smaps_rollup_kib
 from bench.report import Row, percentile, row
 from tests.running import running_server
-from tests.server import Leaks, Server, leaks
+from tests.server import Server, leaks, left_after
 
 GROUP = "node"
 N = 40
@@ -163,8 +163,8 @@ def _idle(server: Server) -> list[Row]:
 def _leaks(server: Server) -> list[Row]:
     before = leaks(server)
     samples = _creates(server, CYCLES)
-    server.wait_until(lambda: not _left(server, before), "nothing to be left", timeout_s=60)
-    left = _left(server, before)
+    server.wait_until(lambda: not left_after(server, before), "nothing to be left", timeout_s=60)
+    left = left_after(server, before)
     return [
         row(GROUP, f"{CYCLES} create/delete cycles: time of create", samples, target="printed", ok=True),
         row(
@@ -172,14 +172,6 @@ def _leaks(server: Server) -> list[Row]:
             unit="leaks", target="0", ok=not left,
         ),
     ]  # fmt: skip
-
-
-def _left(server: Server, before: Leaks) -> dict[str, list[str]]:
-    left = leaks(server).minus(before)
-    for pooled in ("namespaces", "links", "tables"):  # warm slots, which belong to the pool and are bounded by it
-        if len(left.get(pooled, ())) <= 32:
-            left.pop(pooled, None)
-    return left
 
 
 def vmm_pids(server: Server) -> list[int]:

@@ -24,6 +24,7 @@ from typing import Any
 from tests.capabilities import GUEST_DIR, QEMU, REPO
 
 READY_S = 120.0
+MOST_WARM_SLOTS = 24  # network.warm_high, those being made, and the resolver's link
 # Off the default ranges, so that a server of the person at this machine goes on undisturbed.
 NETWORK = 'name_prefix = "{prefix}"\naddress_cidr = "10.{net}.0.0/16"\nveth_cidr = "10.{veth_net}.0.0/16"\n'
 
@@ -206,9 +207,7 @@ def leaks(server: Server) -> Leaks:
         processes=frozenset(_processes(runtime)),
         namespaces=frozenset(str(p) for p in (server.runtime / "netns").glob("*")),
         links=frozenset(name for name in links if name.startswith(server.prefix)),
-        mounts=frozenset(
-            line.split()[1] for line in Path("/proc/self/mounts").read_text().splitlines() if runtime in line
-        ),
+        mounts=frozenset(_mounts(runtime)),
         loops=frozenset(line for line in _lines("losetup", "-a") if str(home) in line),
         tables=frozenset(line for line in _lines("nft", "list", "tables") if server.prefix in line),
         sockets=frozenset(
@@ -216,6 +215,27 @@ def leaks(server: Server) -> Leaks:
         ),
         files=frozenset(_files(server)),
     )
+
+
+def left_after(server: Server, before: Leaks) -> dict[str, list[str]]:
+    """What is here now and was not *before*, except warm slots: those are the pool's, as long as they are few.
+
+    A slot is one namespace (a bind mount), one link and no table of the host's own.
+    """
+    now = leaks(server)
+    left = now.minus(before)
+    for pooled in ("namespaces", "links"):
+        if len(getattr(now, pooled)) <= MOST_WARM_SLOTS:
+            left.pop(pooled, None)
+    return left
+
+
+def _mounts(runtime: str) -> Iterator[str]:
+    """Mounts below *runtime*, except those of namespaces, which are listed as such."""
+    for line in Path("/proc/self/mounts").read_text().splitlines():
+        mount_point = line.split()[1]
+        if runtime in line and not mount_point.startswith(f"{runtime}/netns/"):
+            yield mount_point
 
 
 def _processes(runtime: str) -> Iterator[str]:

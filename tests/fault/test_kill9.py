@@ -7,7 +7,6 @@ or gone, as the verb allows, with its memory and disk, and the host must be clea
 
 import random
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -16,7 +15,7 @@ from typing import Final
 import pytest
 
 from tests.running import running_server
-from tests.server import Leaks, Server, leaks
+from tests.server import Leaks, Server, leaks, left_after
 
 pytestmark = [
     pytest.mark.fault,
@@ -124,11 +123,4 @@ def _read_marker(server: Server, sandbox: str) -> str:
 
 
 def _check_clean(server: Server, before: Leaks) -> None:
-    deadline = time.monotonic() + 30
-    while (left := leaks(server).minus(before)) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    # Warm slots are the pool's own; how many there are now is its business.
-    left.pop("namespaces", None)
-    left.pop("links", None)
-    left.pop("tables", None)
-    assert not left, (left, server.tail())
+    server.wait_until(lambda: not left_after(server, before), "what the round made to be gone", timeout_s=30)
