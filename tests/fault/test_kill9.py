@@ -123,4 +123,7 @@ def _read_marker(server: Server, sandbox: str) -> str:
 
 
 def _check_clean(server: Server, before: Leaks) -> None:
-    server.wait_until(lambda: not left_after(server, before), "what the round made to be gone", timeout_s=30)
+    with suppress(AssertionError):  # said below, with what is left
+        server.wait_until(lambda: not left_after(server, before), "what the round made to be gone", timeout_s=30)
+    left = left_after(server, before)
+    assert not left, (left, server.tail())
