@@ -8,6 +8,7 @@ is known only in this process: after a restart it is found out again when needed
 import asyncio
 import logging
 import os
+from collections import Counter
 from collections.abc import Iterable
 from contextlib import ExitStack
 from typing import Final
@@ -26,6 +27,8 @@ DEEP: Final = 16
 """A chain of more layers than this is compacted."""
 TOO_DEEP: Final = 64
 """A chain of this many layers is compacted before another is added."""
+HOPELESS: Final = 256
+"""A chain that has come to this many layers in spite of all is not made deeper."""
 _SHALLOW: Final = 8
 """Up to this depth an equal chain is extended; beyond it everything above the base is merged anew."""
 _MOST_PENDING: Final = 256
@@ -44,8 +47,12 @@ class Compaction:
         self._pending: dict[LayerId, asyncio.Task[None]] = {}
         self._equals: dict[LayerId, LayerId] = {}
         self._refused: set[LayerId] = set()
+        self._awaited: Counter[LayerId] = Counter()
+        self._turn = asyncio.Lock()
+        self._closed = False
 
     async def close(self) -> None:
+        self._closed = True
         await self._tasks.close()
 
     def best(self, top: LayerId) -> LayerId:
@@ -60,7 +67,7 @@ class Compaction:
             and len(self._catalogue.chain(top)) > DEEP
             and len(self._pending) < _MOST_PENDING
         )
-        if worth_while and top not in self._pending:
+        if worth_while and top not in self._pending and not self._closed:
             self._pending[top] = self._tasks.start(f"compact {top}", self._compact(top))
 
     def refuse(self, top: LayerId) -> None:
@@ -69,9 +76,13 @@ class Compaction:
 
     async def settle(self, top: LayerId) -> None:
         """Return when a compaction of *top*, requested now at the latest, has ended in one way or another."""
-        self.request(top)
-        if (task := self._pending.get(top)) is not None:
-            await asyncio.wait([task])
+        self._awaited[top] += 1
+        try:
+            self.request(top)
+            if (task := self._pending.get(top)) is not None:
+                await asyncio.wait([task])
+        finally:
+            self._awaited -= Counter([top])
 
     async def drain(self) -> None:
         """Return when nothing is pending."""
@@ -90,25 +101,40 @@ class Compaction:
 
     async def _compact(self, top: LayerId) -> None:
         try:
-            chain = self._catalogue.chain(top)
-            below, run = self._plan(chain)
-            with ExitStack() as held:
-                held.enter_context(self._catalogue.pinned({*chain, *below, *run}))
-                merged = await self._workers.run(
-                    f"merge {len(run)} disk layers",
-                    lambda abort: self._merge(below, run, abort),
-                    landed=self._catalogue.add,
-                )
-                # In the step in which it became known, so that no collection comes between.
-                self._equals[top] = merged.id
-            _log.info("merged %d disk layers into %s", len(run), merged.id)
+            async with self._turn:
+                if not self._is_superseded(top):
+                    await self._merge_chain(top)
         except Unsupported as error:
             self._refused.add(top)
             _log.info("the layers of %s stay apart: %s", top, error)
         except AgentEnvError as error:
-            _log.warning("the layers of %s could not be merged: %s", top, error)
+            _log.log(
+                logging.DEBUG if self._closed else logging.WARNING, "the layers of %s are not merged: %s", top, error
+            )
         finally:
             del self._pending[top]
+
+    def _is_superseded(self, top: LayerId) -> bool:
+        """Whether a chain that goes through *top* waits its turn as well: then that one is worth more."""
+        if self._awaited[top]:
+            return False
+        try:
+            return any(top in self._catalogue.chain(other) for other in self._pending if other != top)
+        except AgentEnvError:
+            return False
+
+    async def _merge_chain(self, top: LayerId) -> None:
+        chain = self._catalogue.chain(top)
+        below, run = self._plan(chain)
+        with self._catalogue.pinned({*chain, *below, *run}):
+            merged = await self._workers.run(
+                f"merge {len(run)} disk layers",
+                lambda abort: self._merge(below, run, abort),
+                landed=self._catalogue.add,
+            )
+            # In the step in which it became known, so that no collection comes between.
+            self._equals[top] = merged.id
+        _log.info("merged %d disk layers into %s", len(run), merged.id)
 
     def _plan(self, chain: tuple[LayerId, ...]) -> tuple[tuple[LayerId, ...], tuple[LayerId, ...]]:
         """Split what equals *chain* into layers to build on and layers to merge."""

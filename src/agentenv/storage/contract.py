@@ -1,8 +1,8 @@
 """What a verb may ask of storage: writable disks, memory images, and captures of both.
 
 The caller names everything by *owner* (a sandbox id) and never learns how bytes
-are kept. Attachments are durable: they outlive this process, and `owners` lists
-them, so that a restarted server can pick up or remove what an earlier one left.
+are kept. Attachments outlive this process, and `owners` lists them, so that a
+restarted server can pick up or remove what an earlier one left.
 """
 
 from collections.abc import Awaitable, Callable, Collection

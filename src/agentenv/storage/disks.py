@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Final
 
 from agentenv.aio.failpoints import failpoint, failpoint_nowait
-from agentenv.model.errors import AgentEnvError, AlreadyExists, Invalid
+from agentenv.model.errors import AgentEnvError, AlreadyExists, Exhausted, Invalid
 from agentenv.model.ids import LayerId
 from agentenv.model.machine import BlockTarget
 from agentenv.model.snapshot import Stack
 from agentenv.storage.catalogue import Catalogue, Layer
-from agentenv.storage.compaction import TOO_DEEP, Compaction
+from agentenv.storage.compaction import HOPELESS, TOO_DEEP, Compaction
 from agentenv.storage.contract import SwitchDisk
 from agentenv.storage.files import SEALED_MODE, UPPER_MODE, new_file, remove_files, sync_directory, take
 from agentenv.storage.layout import LayerKind, Layout, layer_kind, new_layer_id
@@ -90,8 +90,7 @@ class Disks:
                 await self._settle(owner, None)
             disk = self._owners.disk(owner)
             upper = self._catalogue.layer(disk.upper)
-            if len(self._catalogue.chain(upper.id)) > TOO_DEEP and upper.parent is not None:
-                await self._compaction.settle(upper.parent)
+            await self._bound_depth(upper)
             following = Layer(new_layer_id(LayerKind.QCOW2), disk.size_bytes, upper.id, sealed=False)
             intent = replace(self._owners.find(owner), disk=replace(disk, next=following.id))
             await self._workers.run(
@@ -134,6 +133,15 @@ class Disks:
         return Stack((layer.id,), size_bytes)
 
     # On the loop
+
+    async def _bound_depth(self, upper: Layer) -> None:
+        """Wait for a compaction that has fallen behind; `Exhausted` where there will be none."""
+        depth = len(self._catalogue.chain(upper.id))
+        if depth <= TOO_DEEP or upper.parent is None:
+            return
+        await self._compaction.settle(upper.parent)
+        if depth > HOPELESS and self._compaction.best(upper.parent) == upper.parent:
+            raise Exhausted(f"a disk of {depth} layers that cannot be merged takes no more")
 
     async def _settle(self, owner: str, pid: int | None) -> None:
         """End a seal that stopped half-way: forward if anyone may use the new upper, back if nobody can."""

@@ -6,7 +6,8 @@ longer as the image.
 """
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -94,7 +95,7 @@ def find_areas(vmas: Sequence[Vma], image: Path, size_bytes: int) -> tuple[Area,
 
 
 def _fill_gap(
-    start: int, end: int, base_before: int | None, base_after: int | None, anonymous: Iterable[Vma]
+    start: int, end: int, base_before: int | None, base_after: int | None, anonymous: Sequence[Vma]
 ) -> Iterator[Area]:
     """Cover the image bytes [start, end) with anonymous memory next to the piece before or after.
 
@@ -103,10 +104,12 @@ def _fill_gap(
     for base in (base_before, base_after):
         if base is None:
             continue
-        for vma in anonymous:
-            low, high = max(vma.start, base + start), min(vma.end, base + end)
-            if low == base + start and low < high:
-                yield Area(low, high, start, zeroed=True)
-                start = high - base
+        # A balloon may leave thousands of gaps, so each looks only at what lies in it.
+        for at in range(bisect_right(anonymous, base + start, key=lambda vma: vma.end), len(anonymous)):
+            low, high = max(anonymous[at].start, base + start), min(anonymous[at].end, base + end)
+            if low != base + start or low >= high:
+                break
+            yield Area(low, high, start, zeroed=True)
+            start = high - base
     if start < end:
         raise Unavailable(f"bytes {start} to {end} of the memory are not mapped")

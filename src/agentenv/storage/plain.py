@@ -98,8 +98,8 @@ class PlainStorage:
         if (opened := self._opened) is None:
             return
         self._opened = None
-        await opened.background.close()
         await opened.compaction.close()
+        await opened.background.close()
         await opened.workers.close()
         os.close(opened.lock)
 

@@ -83,6 +83,17 @@ def test_a_gap_between_two_pieces_may_belong_to_both() -> None:
     ]
 
 
+def test_thousands_of_holes_are_put_in_order() -> None:
+    count = 30_000  # next to what a process may have; a pass over all for each would take minutes
+    lines = []
+    for number in range(0, 2 * count, 2):
+        start = 0x7000_0000 + number * 0x1000
+        lines += [file_line(start, start + 0x1000, number * 0x1000), anonymous(start + 0x1000, start + 0x2000)]
+    found = find(*lines, size=2 * count * 0x1000)
+    assert len(found) == 2 * count
+    assert [area.zeroed for area in found] == [False, True] * count
+
+
 def test_a_deleted_file_is_found() -> None:
     assert find(file_line(0x70000, 0x80000, 0, name=f"{IMAGE} (deleted)"))
 

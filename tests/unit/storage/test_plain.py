@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from agentenv.model.errors import Bug, Conflict, Invalid, NotFound, Unavailable
+from agentenv.model.errors import Bug, Conflict, Exhausted, Invalid, NotFound, Unavailable, Unsupported
 from agentenv.model.ids import LayerId
 from agentenv.model.machine import BlockTarget
 from agentenv.model.snapshot import Stack
-from agentenv.storage import compaction
+from agentenv.storage import compaction, disks
 from agentenv.storage.plain import PlainStorage
 from agentenv.storage.records import decode
 from tests.unit.storage.disk_guest import GuestDisk, chain_of
@@ -492,6 +492,26 @@ async def test_chains_of_several_sizes_stay_as_they_are(storage: PlainStorage, t
         await storage.settle()
     disk = GuestDisk(await storage.create_disk("last", stack))
     assert [disk.read(number * 65536, 4) for number in range(20)] == [f"{n:04}".encode() for n in range(20)]
+
+
+async def test_a_chain_that_cannot_be_merged_ends_somewhere(
+    storage: PlainStorage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise Unsupported("not these")
+
+    monkeypatch.setattr(compaction, "merge", refuse)
+    for name, depth in (("DEEP", 3), ("TOO_DEEP", 5), ("HOPELESS", 9)):
+        monkeypatch.setattr(compaction, name, depth)
+        if name != "DEEP":
+            monkeypatch.setattr(disks, name, depth)
+    disk = GuestDisk(await storage.create_disk("one", await import_base(storage, tmp_path)))
+    for number in range(8):
+        disk.write(number * 65536, b"x")
+        await storage.seal_disk("one", disk.switch)
+    with pytest.raises(Exhausted):
+        await storage.seal_disk("one", disk.switch)
+    assert GuestDisk(await storage.open_disk("one")).read(7 * 65536, 1) == b"x"
 
 
 async def test_closing_does_not_wait_for_merges(storage: PlainStorage, root: Path, tmp_path: Path) -> None:
