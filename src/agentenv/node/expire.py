@@ -1,7 +1,9 @@
 """Time to live: when a sandbox's end has come, kill or pause it, as it was asked."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from datetime import datetime, timedelta
 
 import structlog
@@ -42,6 +44,7 @@ class Expiry:
         self._changed = asyncio.Event()
         self._under_way: set[SandboxId] = set()
         self._not_before: dict[SandboxId, datetime] = {}
+        self._moving: Counter[SandboxId] = Counter()
         registry.listen(self._on_change)
 
     def _on_change(self, before: Sandbox | None, after: Sandbox | None) -> None:
@@ -51,6 +54,18 @@ class Expiry:
             if before is not None and before.ends_at != after.ends_at:
                 self._not_before.pop(after.id, None)
             self._changed.set()
+
+    @contextmanager
+    def put_off(self, sandbox_id: SandboxId) -> Iterator[None]:
+        """The end does not come inside: someone waits for the sandbox's turn to move it."""
+        self._moving[sandbox_id] += 1
+        try:
+            yield
+        finally:
+            self._moving[sandbox_id] -= 1
+            if not self._moving[sandbox_id]:
+                del self._moving[sandbox_id]
+                self._changed.set()
 
     async def run(self) -> None:
         while True:
@@ -78,7 +93,7 @@ class Expiry:
             change.cancel()
 
     def _due(self, sandbox: Sandbox) -> datetime | None:
-        if sandbox.ends_at is None:
+        if sandbox.ends_at is None or sandbox.id in self._moving:
             return None
         # One in error holds a disk and counts against limits: it goes when it would have gone anyway.
         errored = sandbox.state is State.ERROR and sandbox.on_timeout is OnTimeout.KILL

@@ -75,9 +75,10 @@ async def reconcile(host: Host) -> Repaired:
                 await host.storage.detach(sandbox.id)
     wanted = {live.instance.plan.run_dir for live in kept}
     root = host.settings.runtime_dir / "vm"
-    done.stray_dirs = await asyncio.to_thread(_remove_stray_dirs, root, wanted, leave.owners)
-    # Builds and uploads end with their server.
-    done.stray_dirs += await asyncio.to_thread(_remove_stray_dirs, host.settings.work_dir, (), ())
+    with _tolerated("stray directories could not be removed"):
+        done.stray_dirs = await asyncio.to_thread(_remove_stray_dirs, root, wanted, leave.owners)
+        # Builds and uploads end with their server.
+        done.stray_dirs += await asyncio.to_thread(_remove_stray_dirs, host.settings.work_dir, (), ())
     if not host.quarantined:
         with _tolerated("what nobody refers to could not be collected"):
             await host.collector.collect()

@@ -106,12 +106,13 @@ class NodeService:
         known = self._known(sandbox_id)
         # From now, not from when it runs again: then whoever joins a resume finds nothing left to extend.
         wanted = self._host.clock.now() + timedelta(seconds=timeout_s)
-        await self._host.operations.settle(known)
-        resumed = self.get(known).state is State.PAUSED
-        if resumed:
-            # Somebody else may resume it first: then their result is ours, and so is the longer life.
-            await self._run(known, "resume", lambda: resume.resume(self._host, known, timeout_s, None))
-        return await self._extend(known, wanted), resumed
+        with self._expiry.put_off(known):
+            await self._host.operations.settle(known)
+            resumed = self.get(known).state is State.PAUSED
+            if resumed:
+                # Somebody else may resume it first: then their result is ours, and so is the longer life.
+                await self._run(known, "resume", lambda: resume.resume(self._host, known, timeout_s, None))
+            return await self._extend(known, wanted), resumed
 
     async def wake(self, sandbox_id: str) -> Sandbox:
         known = self._known(sandbox_id)
@@ -124,11 +125,11 @@ class NodeService:
 
     async def fork(self, sandbox_id: str, count: int, timeout_s: int) -> Sequence[Forked]:
         known = self._known(sandbox_id)
-        return await self._own(f"fork {known}", fork.fork(self._host, known, count, timeout_s))
+        return await self._own(f"fork {known}", lambda: fork.fork(self._host, known, count, timeout_s))
 
     async def snapshot(self, sandbox_id: str, name: str | None) -> Snapshot:
         known = self._known(sandbox_id)
-        return await self._own(f"snapshot {known}", fork.snapshot(self._host, known, name))
+        return await self._own(f"snapshot {known}", lambda: fork.snapshot(self._host, known, name))
 
     async def delete(self, sandbox_id: str) -> None:
         known = self._host.registry.get(parse_sandbox_id(sandbox_id)).id
@@ -143,13 +144,15 @@ class NodeService:
             ends_at = self._host.clock.now() + timedelta(seconds=timeout_s)
             return await self._host.registry.change(known, ends_at=ends_at)
 
-        return await self._in_turn(known, "set timeout", move)
+        with self._expiry.put_off(known):
+            return await self._in_turn(known, "set timeout", move)
 
     async def extend(self, sandbox_id: str, duration_s: int) -> Sandbox:
         if not 0 <= duration_s <= self._host.settings.max_timeout_s:
             raise Invalid(f"duration must be 0 to {self._host.settings.max_timeout_s} seconds, not {duration_s}")
         known = self._known(sandbox_id)
-        return await self._extend(known, self._host.clock.now() + timedelta(seconds=duration_s))
+        with self._expiry.put_off(known):
+            return await self._extend(known, self._host.clock.now() + timedelta(seconds=duration_s))
 
     async def _extend(self, known: SandboxId, wanted: datetime) -> Sandbox:
         async def move() -> Sandbox:
@@ -230,7 +233,8 @@ class NodeService:
         return self._host.catalogue.find(id_or_name)
 
     async def delete_snapshot(self, id_or_name: str) -> None:
-        await self._own(f"delete {id_or_name[:40]}", self._delete_snapshot(self._host.catalogue.find(id_or_name)))
+        snapshot = self._host.catalogue.find(id_or_name)
+        await self._own(f"delete {snapshot.id}", lambda: self._delete_snapshot(snapshot))
 
     async def _delete_snapshot(self, snapshot: Snapshot) -> None:
         await self._host.catalogue.remove(snapshot)
@@ -257,7 +261,7 @@ class NodeService:
         """Run *change* as an operation that nothing else joins: the sandbox stays in its state meanwhile."""
         return await self._run(known, f"{name} {uuid.uuid4()}", change)
 
-    async def _own(self, name: str, work: Coroutine[Any, Any, T]) -> T:
+    async def _own(self, name: str, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """Run *work* in a task of the node: a caller that hangs up leaves it going."""
         task = self._host.tasks.start(name, _outcome(work))
         await asyncio.wait((task,))
@@ -275,9 +279,9 @@ class NodeService:
             return  # deleted meanwhile
 
 
-async def _outcome(work: Coroutine[Any, Any, T]) -> tuple[list[T], AgentEnvError | None]:
+async def _outcome(work: Callable[[], Coroutine[Any, Any, T]]) -> tuple[list[T], AgentEnvError | None]:
     """Errors of a kind are an answer for the caller, not a failed task."""
     try:
-        return [await work], None
+        return [await work()], None
     except AgentEnvError as error:
         return [], error

@@ -269,6 +269,14 @@ class FakeHost:
         found = self.host.registry.find(SandboxId(sandbox_id))
         return State.GONE if found is None else found.state
 
+    async def became(self, sandbox_id: str, state: State) -> None:
+        """Return when a sandbox is in *state*."""
+        changed = asyncio.Event()
+        self.host.registry.listen(lambda _before, _after: changed.set())
+        while self.state(sandbox_id) is not state:
+            changed.clear()
+            await changed.wait()
+
     async def idle(self) -> None:
         """Return when no operation is in progress on any sandbox."""
         for sandbox in self.host.registry.all():

@@ -38,3 +38,16 @@ def test_what_only_looks_like_a_line_of_the_agent_is_text() -> None:
 
 def test_no_lines_are_no_lines() -> None:
     assert log_lines("", NOW, 5) == log_lines("text", NOW, 0) == []
+
+
+def test_a_line_of_the_agent_with_odd_fields_is_text() -> None:
+    for level, message in (("5", '"x"'), ('"shout"', '"x"'), ('"info"', '{"a": 1}'), ('"info"', "null")):
+        text = f'{{"timestamp": "2026-01-01T00:00:00Z", "level": {level}, "message": {message}}}'
+        (line,) = log_lines(text, NOW, 1)
+        assert (line.message, line.level, line.timestamp) == (text, "info", NOW)
+
+
+def test_a_time_without_a_zone_is_utc() -> None:
+    (line,) = log_lines('{"timestamp": "2026-01-01T00:00:00", "level": "info", "message": "x"}', NOW, 1)
+
+    assert line.timestamp == datetime(2026, 1, 1, tzinfo=UTC)
