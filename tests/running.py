@@ -15,10 +15,13 @@ from tests.capabilities import BASE_ROOTFS, GUEST_DIR, QEMU, REPO
 from tests.server import Server, leaks
 
 HOMES = REPO / ".cache/tests"
+SUITES = "suites"  # the home that suites share: they run one after the other, and leave it as they found it
 
 
 @contextmanager
-def running_server(name: str, *, template: str = "base", extra: str = "", prefix: str = "aet") -> Iterator[Server]:
+def running_server(
+    name: str = SUITES, *, template: str = "base", extra: str = "", prefix: str = "aet"
+) -> Iterator[Server]:
     """A server of suite *name* that has *template*; on leaving, everything of it must be gone."""
     server = Server(home=home_of(name), runtime=Path(f"/run/aenv-test-{prefix}"), extra=extra, prefix=prefix)
     shutil.rmtree(server.runtime, ignore_errors=True)

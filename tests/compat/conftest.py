@@ -11,5 +11,5 @@ from tests.server import Server
 @pytest.fixture(scope="session")
 def server() -> Iterator[Server]:
     """A running server with the template `base`; nothing may be left of it at the end."""
-    with running_server("compat") as running, running.sdk():
+    with running_server() as running, running.sdk():
         yield running
