@@ -178,10 +178,10 @@ class TestFaults:
         agent = run(server, sandbox, "pgrep -o -f envd || pgrep -o exe").split()[0]
         server.aenv("exec", "-u", "root", sandbox, "--", "/bin/sh", "-c", f"kill -9 {agent}", timeout_s=60)
 
-        server.wait_until(
-            lambda: server.aenv("exec", sandbox, "--", "/bin/true", timeout_s=60).returncode == 0,
-            "the agent to be back",
-        )
+        def answers() -> bool:
+            return server.aenv("exec", sandbox, "--", "/bin/true", timeout_s=60).returncode == 0
+
+        server.wait_until(answers, "the agent to be back")
 
     def test_a_memory_hog_dies_and_the_agent_does_not(self, server: Server, sandbox: str) -> None:
         hog = server.aenv("exec", sandbox, "--", "python3", "-c", "x = bytearray(2 << 30)", timeout_s=300)
