@@ -259,8 +259,8 @@ def running(command: Sequence[str | Path]) -> Iterator[Agent]:
 def is_alive(pid: int) -> bool:
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
-    except FileNotFoundError:
-        return False
+    except (FileNotFoundError, ProcessLookupError):
+        return False  # gone before it was opened, or before it was read
     return state != "Z"
 
 

@@ -309,6 +309,17 @@ class TestIdentity:
         agent.init(envVars={"SSL_CERT_FILE": "/mine"})
         assert agent.request("GET", "/envs").json()["SSL_CERT_FILE"] == "/mine"
 
+    def test_a_bundle_that_is_named_is_sent_only_when_it_is_not_there(self, agent: Agent, root: Path) -> None:
+        bundle = root / "etc/ssl/certs/ca-certificates.crt"
+        wanted = agent.control("/init", {"controlSecret": SECRET, "caDigest": "one", "accessToken": "tok"})
+        assert (wanted.status, wanted.json()["code"]) == (409, 409)
+        assert not bundle.exists()
+        assert agent.request("GET", "/envs").status == 200, "nothing was changed"
+        agent.init(caDigest="one", caBundle=CERTIFICATE.format("AAAA"))
+        assert "AAAA" in bundle.read_text()
+        agent.init(caDigest="one")
+        assert agent.control("/init", {"caDigest": "two"}).status == 409
+
     def test_a_hostile_image_fails_the_init_instead_of_hanging_it(self, agent: Agent, root: Path) -> None:
         (root / "etc").mkdir()
         os.mkfifo(root / "etc/hosts")
