@@ -48,7 +48,7 @@ class HostNetwork:
         self._plan = plan
         self._nft = nft
         self._rules = rules.host_rules(plan, denied, flows_per_slot)
-        self._others = OtherFirewalls(nft, plan.table, plan.link_pattern)
+        self._others = OtherFirewalls(nft, plan.link_pattern)
 
     def prepare(self) -> None:
         """Make everything that is missing. Running slots notice nothing.
@@ -93,13 +93,13 @@ class HostNetwork:
         """Remove all that `prepare` made, but for forwarding, which others may rely on by now."""
         plan = self._plan
         with explained("the host's network cannot be cleared"), rtnl.Netlink() as netlink:
-            self._others.close()
             if rtnl.link_index(plan.dns_link) is not None:
                 netlink.do(rtnl.delete_link(plan.dns_link))
             ours = {plan.addresses, plan.links}
             for network in _our_routes(netlink) & ours:
                 netlink.do(rtnl.delete_unreachable_route(network, ROUTE_PROTOCOL))
             self._nft.run(rules.remove_table(plan.table))
+            self._others.close()
 
     def _route_and_address(self, netlink: rtnl.Netlink) -> None:
         for network in (self._plan.addresses, self._plan.links):

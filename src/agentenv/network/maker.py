@@ -30,6 +30,7 @@ _LOOPBACK: Final = 1
 _ESTABLISHED_TIMEOUT_S: Final = 86_400
 _SENDS_AFTER_S: Final = 5.0
 _LOOK_AGAIN_S: Final = 0.001
+_STRICT: Final = "1"  # nothing from an address that is not routed to where it comes from
 _OUT_OF: Final = {errno.ENOSPC, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.ENOBUFS}
 
 
@@ -117,6 +118,9 @@ class SlotMaker:
         for which in ("all", "default"):
             sysctl.write_if_known(f"ipv6/conf/{which}/disable_ipv6", "1")
         sysctl.write("ipv4/ip_forward", "1")
+        # Also for ARP: all namespaces share one table of neighbours, and a guest must not fill it with strangers.
+        for which in ("all", "default"):
+            sysctl.write(f"ipv4/conf/{which}/rp_filter", _STRICT)
         sysctl.write_if_known("netfilter/nf_conntrack_tcp_timeout_established", str(_ESTABLISHED_TIMEOUT_S))
 
     def _connect(self, inner: rtnl.Netlink, slot: SlotPlan, host: int) -> None:
@@ -185,7 +189,7 @@ def _address_tap(inner: rtnl.Netlink) -> None:
 def _address_uplink(inner: rtnl.Netlink, slot: SlotPlan) -> None:
     uplink = rtnl.need_link(UPLINK_NAME)
     inner.do(
-        rtnl.set_up(uplink),
+        rtnl.set_up(uplink, arp=False),
         rtnl.address(uplink, slot.slot_end, _UPLINK_PREFIX),
         rtnl.neighbour(uplink, slot.host_end, slot.host_mac),
         rtnl.default_route(uplink, slot.host_end),
@@ -221,7 +225,7 @@ def _attach(slot: SlotPlan) -> None:
     link = rtnl.need_link(slot.link)
     with rtnl.Netlink() as host:
         host.do(
-            rtnl.set_up(link),
+            rtnl.set_up(link, arp=False),
             rtnl.address(link, slot.host_end, _UPLINK_PREFIX),
             rtnl.neighbour(link, slot.slot_end, slot.slot_mac),
             rtnl.neighbour(link, slot.address, slot.slot_mac),

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from agentenv.model.errors import AgentEnvError
 from agentenv.network.nft import Nft
 
 # Table and chain of iptables, and the chain in which Docker leaves room for others.
@@ -41,14 +42,20 @@ class Chain:
 class OtherFirewalls:
     """Openings for the links that match *pattern* in the firewalls of others. Blocking, on the host."""
 
-    def __init__(self, nft: Nft, own_table: str, pattern: str) -> None:
+    def __init__(self, nft: Nft, pattern: str) -> None:
         self._nft = nft
-        self._own_table = own_table
         self._pattern = pattern
         self._warned: set[str] = set()
 
     def open(self) -> None:
-        """Put what is missing in front of chains that drop. Idempotent. Raises `Unavailable`."""
+        """Put what is missing in front of chains that drop. Idempotent. What cannot be read or changed is logged."""
+        try:
+            self._open()
+        except AgentEnvError as error:
+            # Most hosts have no such firewall: one that cannot be read is no reason to refuse to start.
+            self._warn(f"unreadable: {error}", "forward")
+
+    def _open(self) -> None:
         chains = list(_chains(self._nft.read("list chains")))
         for where, direction in wanted_openings(chains):
             if not self._handles(where, direction):

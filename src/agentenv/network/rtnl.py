@@ -42,6 +42,7 @@ _NEWROUTE, _DELROUTE, _GETROUTE = 24, 25, 26
 _NEWNEIGH: Final = 28
 
 _IFF_UP: Final = 0x1
+_IFF_NOARP: Final = 0x80
 _NUD_PERMANENT: Final = 0x80
 _RTNH_ONLINK: Final = 0x4
 _SCOPE_LINK: Final = 253
@@ -165,10 +166,14 @@ def new_link(name: str, kind: str) -> Message:
     )
 
 
-def set_up(link: int, *, mac: str | None = None) -> Message:
-    """Bring the link with index *link* up, with another address if *mac* is given."""
+def set_up(link: int, *, mac: str | None = None, arp: bool = True) -> Message:
+    """Bring the link with index *link* up, with another address if *mac* is given.
+
+    Without *arp* the link neither asks nor answers: both ends know each other by `neighbour`.
+    """
     attributes = [("IFLA_ADDRESS", mac)] if mac else []
-    return _message(ifinfmsg, _NEWLINK, 0, attributes, index=link, flags=_IFF_UP, change=_IFF_UP)
+    flags = _IFF_UP if arp else _IFF_UP | _IFF_NOARP
+    return _message(ifinfmsg, _NEWLINK, 0, attributes, index=link, flags=flags, change=_IFF_UP | _IFF_NOARP)
 
 
 def delete_link(name: str) -> Message:

@@ -78,7 +78,6 @@ def host_rules(plan: NetworkPlan, denied: Sequence[IPv4Network], flows_per_slot:
             # The host sent it elsewhere than the guest asked for: a published port, a service address.
             "ct status dnat goto refuse",
             "ip daddr @denied goto refuse",
-            "fib daddr type != unicast drop",
             f"add @flows {{ ip saddr ct count over {flows_per_slot} }} drop",
             "accept",
         ),

@@ -28,6 +28,7 @@ pytestmark = [pytest.mark.needs("root", "netns", "nft", "tun"), pytest.mark.slow
 OPEN = EgressPolicy()
 CLOSED = EgressPolicy(allow_internet=False)
 CYCLES = 200
+IFF_NOARP = 0x80
 
 
 def tables() -> set[str]:
@@ -192,6 +193,8 @@ async def test_a_guest_finds_the_link_that_is_in_its_snapshot(lab: Lab, slots: N
         ipv6 = sysctl.read("ipv6/conf/all/disable_ipv6")
 
     assert set(links) == {"lo", "tap0", "up0"}
+    assert not links[TAP_NAME]["flags"] & IFF_NOARP
+    assert links["up0"]["flags"] & IFF_NOARP
     assert links[TAP_NAME].get_attr("IFLA_ADDRESS") == GATEWAY_MAC
     assert addresses == {(str(GATEWAY_ADDRESS), 30)}
     known = next(line.split() for line in neighbours.splitlines() if line.startswith(f"{GUEST_ADDRESS} "))

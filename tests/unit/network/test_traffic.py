@@ -2,7 +2,9 @@
 
 import asyncio
 import os
+import select
 import socket
+import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -15,7 +17,7 @@ from pyroute2.netlink.rtnl.ndmsg import ndmsg
 from pyroute2.netlink.rtnl.rtmsg import rtmsg
 
 from agentenv.model.policy import EgressPolicy
-from agentenv.network import netns, rtnl
+from agentenv.network import netns, rtnl, sysctl
 from agentenv.network.contract import GATEWAY_ADDRESS, GATEWAY_MAC, Slot
 from agentenv.network.nft import Nft
 from agentenv.network.plan import network_plan
@@ -129,6 +131,28 @@ async def test_a_segment_fits_the_smallest_link_on_the_way(lab: Lab, guest: Gues
     assert 536 <= await asyncio.to_thread(segment_bytes) <= UPLINK_MTU - 40
 
 
+async def test_both_sides_keep_to_the_mtu_that_the_operator_knows_of(
+    lab: Lab, tmp_path: Path, settings: NetworkSettings
+) -> None:
+    slots = NetworkSlots(replace(settings, mtu=1280), tmp_path)
+    await slots.start()
+    try:
+        slot = await slots.acquire("one", OPEN)
+        guest = lab.guest(slot)
+        listening = lab.internet.socket()
+        listening.bind(("9.9.9.9", 8080))
+        listening.listen(1)
+        with listening, guest.socket() as of_guest:
+            await asyncio.to_thread(of_guest.connect, ("9.9.9.9", 8080))
+            of_internet, _ = listening.accept()
+            with of_internet:
+                for side in (of_guest, of_internet):
+                    assert side.getsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG) <= 1280 - 40
+        await slots.release(slot)
+    finally:
+        await slots.close()
+
+
 async def test_a_packet_that_is_too_large_is_reported_to_the_guest(guest: Guest) -> None:
     def send() -> int:
         with guest.socket(socket.SOCK_DGRAM) as sending:
@@ -229,9 +253,9 @@ async def test_ipv6_of_a_guest_goes_nowhere(lab: Lab, slot: Slot, guest: Guest) 
     assert ether_types(on_host) == {0x0800}
 
 
-def ipv6_of_its_own() -> list[rtnl.Message]:
+def ipv6_of_its_own(name: str = "eth0") -> list[rtnl.Message]:
     """An address and a default route of the kind a guest could give itself."""
-    link = socket.if_nametoindex("eth0")
+    link = socket.if_nametoindex(name)
     messages = []
     for kind, number, fields, attributes in (
         (
@@ -256,11 +280,39 @@ def ipv6_of_its_own() -> list[rtnl.Message]:
         message = kind()
         message["header"]["type"] = number
         message["header"]["flags"] = 0x400
-        for name, value in fields.items():
-            message[name] = value
+        for field, value in fields.items():
+            message[field] = value
         message["attrs"] = attributes
         messages.append(message)
     return messages
+
+
+@pytest.mark.parametrize("who", ["guest", "escaped"])
+async def test_forged_arp_does_not_fill_the_table_that_all_share(
+    request: pytest.FixtureRequest, lab: Lab, slot: Slot, who: str
+) -> None:
+    machine: Machine = request.getfixturevalue(who)
+    link = {"guest": "eth0", "escaped": "up0"}[who]
+    plan = network_plan(NetworkSettings(), Path("/unused"))
+    target = {"guest": GATEWAY_ADDRESS, "escaped": plan.slot(slot.index).host_end}[who]
+
+    def flood() -> None:
+        with socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 0x0806) as sending:
+            sending.bind((link, 0x0806))
+            for number in range(1, 200):
+                mine = bytes([2, 0, 0, 0, 1, number])
+                asking = struct.pack(
+                    "!HHBBH6s4s6s4s", 1, 0x0800, 6, 4, 1, mine, bytes([10, 9, 8, number]), bytes(6), target.packed
+                )
+                sending.send(b"\xff" * 6 + mine + b"\x08\x06" + asking)
+
+    within(machine.inside, flood)
+    await machine.udp("8.8.8.8", source=str(slot.address) if who == "escaped" else None)  # later than those
+
+    known = Path("/proc/thread-self/net/arp").read_text()
+    with netns.inside(slot.netns):
+        known += Path("/proc/thread-self/net/arp").read_text()
+    assert "10.9.8." not in known
 
 
 async def test_nobody_outside_reaches_a_sandbox_or_the_forwarder(lab: Lab, slot: Slot, guest: Guest) -> None:
@@ -272,10 +324,13 @@ async def test_nobody_outside_reaches_a_sandbox_or_the_forwarder(lab: Lab, slot:
 
     within(lab.internet_namespace, route_there)
 
-    assert await lab.internet.tcp(str(slot.address)) == "silence"
-    assert await lab.internet.udp(str(plan.slot(slot.index).slot_end)) == "silence"
-    assert await lab.internet.tcp(str(plan.dns_address), plan.dns_port) == "silence"
+    with sniffed(f"aenv-{slot.index}", lab.host.inside) as frames:
+        assert await lab.internet.tcp(str(slot.address)) == "silence"
+        assert await lab.internet.udp(str(plan.slot(slot.index).slot_end)) == "silence"
+        assert await lab.internet.tcp(str(plan.dns_address), plan.dns_port) == "silence"
+
     assert guest.server.seen == []
+    assert frames == []  # not even as far as the slot
 
 
 async def test_nobody_outside_speaks_for_a_sandbox(lab: Lab, slot: Slot, guest: Guest) -> None:
@@ -459,6 +514,41 @@ async def test_even_then_host_and_neighbours_are_out_of_reach(
     for address in (HOST_UPLINK, plan.slot(slot.index).host_end, plan.dns_address, there.address, there.slot_end):
         assert await escaped.tcp(str(address), source=str(slot.address)) == "refused", address
     assert host.seen == victim.server.seen == []
+
+
+async def test_even_then_the_host_does_not_listen_to_ipv6(lab: Lab, slot: Slot, escaped: Machine) -> None:
+    link = f"aenv-{slot.index}"
+    sysctl.write_if_known(f"ipv6/conf/{link}/disable_ipv6", "0")  # as if the host's stack took part
+
+    def prepare() -> None:
+        sysctl.write_if_known("ipv6/conf/all/disable_ipv6", "0")
+        with rtnl.Netlink() as netlink:
+            netlink.do(*ipv6_of_its_own("up0"))
+
+    def send() -> None:
+        with socket.socket(socket.AF_INET6, socket.SOCK_DGRAM) as sending:
+            sending.sendto(b"x", ("ff02::1", PORT, 0, socket.if_nametoindex("up0")))
+
+    within(escaped.inside, prepare)
+    with socket.socket(socket.AF_INET6, socket.SOCK_DGRAM) as host, sniffed(link, lab.host.inside) as frames:
+        host.bind(("::", PORT))
+        host.setblocking(False)
+        heard = []
+        for rules in (True, False):
+            if not rules:
+                nft = Nft()
+                nft.run("flush ruleset\n")
+                nft.close()
+            within(escaped.inside, send)
+            heard.append(await asyncio.to_thread(hears, host))
+
+    assert heard == [False, True]  # it was the rules
+    assert 0x86DD in ether_types(frames)
+
+
+def hears(host: socket.socket) -> bool:
+    readable, _, _ = select.select([host], [], [], 1)
+    return bool(readable)
 
 
 async def test_even_then_no_other_address_can_be_used(lab: Lab, slot: Slot, escaped: Machine) -> None:

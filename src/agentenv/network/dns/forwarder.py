@@ -9,10 +9,11 @@ progress is bounded for each slot and for all.
 import asyncio
 import errno
 import logging
+import socket
 import struct
 from collections import Counter
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from ipaddress import IPv4Address
 from typing import Final
@@ -94,22 +95,31 @@ class DnsForwarder:
     async def start(self) -> None:
         """Listen. Raises `Conflict` if the port is taken, `Unavailable` if the address cannot be listened on."""
         await self._upstreams.refresh()
+        udp, tcp = self._bound()
         loop = asyncio.get_running_loop()
-        try:
-            self._server = await asyncio.start_server(
-                self._connected, self._address, self._port, limit=message.LARGEST_BYTES + 2
-            )
-            self._transport, _ = await loop.create_datagram_endpoint(
-                lambda: _Listening(self._asked), local_addr=(self._address, self._port)
-            )
-        except OSError as error:
-            await self.close()
-            where = f"the name forwarder cannot listen on {self._address} port {self._port}"
-            if error.errno == errno.EADDRINUSE:
-                raise Conflict(f"{where}: the port is taken", hint="choose another network dns_port") from error
-            raise Unavailable(f"{where}: {error.strerror}") from error
+        self._transport, _ = await loop.create_datagram_endpoint(lambda: _Listening(self._asked), sock=udp)
+        self._server = await asyncio.start_server(self._connected, sock=tcp, limit=message.LARGEST_BYTES + 2)
         self._tasks.start("refresh", self._refresh())
         _log.info("names are resolved through %r", self._upstreams)
+
+    def _bound(self) -> tuple[socket.socket, socket.socket]:
+        # By hand, because event loops differ in what they say when an address cannot be had.
+        with ExitStack() as opened:
+            udp, tcp = (
+                opened.enter_context(socket.socket(socket.AF_INET, kind | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC))
+                for kind in (socket.SOCK_DGRAM, socket.SOCK_STREAM)
+            )
+            tcp.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                udp.bind((self._address, self._port))
+                tcp.bind((self._address, self._port))
+            except OSError as error:
+                where = f"the name forwarder cannot listen on {self._address} port {self._port}"
+                if error.errno == errno.EADDRINUSE:
+                    raise Conflict(f"{where}: the port is taken", hint="choose another network dns_port") from error
+                raise Unavailable(f"{where}: {error.strerror}") from error
+            opened.pop_all()
+        return udp, tcp
 
     async def close(self) -> None:
         """Stop listening and give up what is in progress. Idempotent."""
