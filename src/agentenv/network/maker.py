@@ -110,9 +110,7 @@ class SlotMaker:
             self._nft.run(text)
 
     def _rules(self, slot: SlotPlan, policy: EgressPolicy) -> str:
-        return rules.slot_rules(
-            self._plan, slot, policy, denied=self._denied, flows_per_slot=self._flows_per_slot, mtu=self._mtu
-        )
+        return rules.slot_rules(self._plan, slot, policy, denied=self._denied, flows_per_slot=self._flows_per_slot)
 
     def _isolate(self) -> None:
         for which in ("all", "default"):

@@ -18,8 +18,8 @@ from agentenv.network.plan import UPLINK_NAME, NetworkPlan, SlotPlan
 
 SLOT_TABLE: Final = "slot"
 
-_IP_AND_TCP_HEADERS_BYTES: Final = 40
-_SYN: Final = "tcp flags & (syn | rst) == syn"
+# To the narrower of the links that both directions leave the host by.
+_FIT_SEGMENTS: Final = "tcp flags & (syn | rst) == syn tcp option maxseg size set rt mtu"
 # A refused guest is told so at once; a dropped packet would make it wait for its own time-out.
 _REFUSAL: Final = ("meta l4proto tcp reject with tcp reset", "reject with icmpx type admin-prohibited")
 
@@ -70,7 +70,7 @@ def host_rules(plan: NetworkPlan, denied: Sequence[IPv4Network], flows_per_slot:
         ),
         _chain(
             "from_slot",
-            f"{_SYN} tcp option maxseg size set rt mtu",
+            _FIT_SEGMENTS,
             "ct state established,related accept",
             "ct state invalid drop",
             f"ip saddr != {plan.addresses} drop",
@@ -83,7 +83,7 @@ def host_rules(plan: NetworkPlan, denied: Sequence[IPv4Network], flows_per_slot:
         ),
         _chain(
             "to_slot",
-            f"{_SYN} tcp option maxseg size set rt mtu",
+            _FIT_SEGMENTS,
             "ct state established,related accept",
             "drop",
         ),
@@ -103,11 +103,10 @@ def slot_rules(
     *,
     denied: Sequence[IPv4Network],
     flows_per_slot: int,
-    mtu: int,
 ) -> str:
     """All rules of a slot's namespace with *policy* in them, replaced if they are there.
 
-    *mtu* is that of the link to the host, in bytes; *denied* as from `egress.denied_to_all`.
+    *denied* is as from `egress.denied_to_all`.
     """
     tap, up = f'iifname "{TAP_NAME}"', f'iifname "{UPLINK_NAME}"'
     to_tap, to_up = f'oifname "{TAP_NAME}"', f'oifname "{UPLINK_NAME}"'
@@ -140,7 +139,6 @@ def slot_rules(
         _chain(
             "through_slot",
             "type filter hook forward priority filter; policy drop;",
-            f"{_SYN} tcp option maxseg size set {mtu - _IP_AND_TCP_HEADERS_BYTES}",
             "ct state established,related accept",
             "ct state invalid drop",
             f"{tap} {to_up} goto outbound",
@@ -196,7 +194,7 @@ def _egress_rules(plan: NetworkPlan, egress: Egress) -> list[str]:
 def _matching(networks: Sequence[IPv4Network], chain: str) -> list[str]:
     if not networks:
         return []
-    if EVERYTHING in networks:  # no interval of a set covers the whole space
+    if EVERYTHING in networks:
         return [f"goto {chain}"]
     return [f"ip daddr {_set(networks)} goto {chain}"]
 

@@ -32,7 +32,7 @@ policies = st.builds(
 
 
 def whole(policy: EgressPolicy) -> str:
-    return slot_rules(PLAN, SLOT, policy, denied=DENIED, flows_per_slot=100, mtu=1400)
+    return slot_rules(PLAN, SLOT, policy, denied=DENIED, flows_per_slot=100)
 
 
 def chain(text: str, name: str) -> list[str]:

@@ -361,6 +361,8 @@ async def test_one_sandbox_cannot_have_more_connections_than_its_share(
         answered = await asyncio.to_thread(count_answers, held)
 
         assert answered == FLOWS
+        with netns.inside(slot.netns):
+            assert Path("/proc/thread-self/net/nf_conntrack").read_text().count("udp") == FLOWS
         assert await guest.tcp("8.8.8.8") == "silence"
         assert await lab.host.tcp(str(slot.address)) == str(GATEWAY_ADDRESS)
         await slots.release(slot)
