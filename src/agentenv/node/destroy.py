@@ -4,7 +4,6 @@ import structlog
 
 from agentenv.aio.failpoints import failpoint
 from agentenv.aio.tasks import to_its_end
-from agentenv.model.errors import AgentEnvError
 from agentenv.model.ids import SandboxId
 from agentenv.model.lifecycle import Event, State
 from agentenv.model.sandbox import Sandbox
@@ -31,10 +30,14 @@ async def delete(host: Host, sandbox_id: SandboxId) -> None:
 
 
 async def abandon(host: Host, sandbox: Sandbox) -> None:
-    """Undo a sandbox that never came to life; what cannot be undone now is left to the sweeper."""
+    """Undo a sandbox that never came to life; what cannot be undone now is left to the sweeper. Never cut short."""
+    await to_its_end(f"abandon {sandbox.id}", _abandon(host, sandbox))
+
+
+async def _abandon(host: Host, sandbox: Sandbox) -> None:
     try:
-        await to_its_end(f"abandon {sandbox.id}", remove_all(host, sandbox))
-    except AgentEnvError:
+        await remove_all(host, sandbox)
+    except Exception:  # whatever it was: nobody else would know of what is left
         log.exception("a sandbox that did not start could not be removed yet", sandbox=sandbox.id)
         if host.registry.find(sandbox.id) is not None:
             await host.registry.conclude(sandbox.id, Event.KILL)

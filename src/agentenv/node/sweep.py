@@ -29,7 +29,7 @@ async def sweep_for_ever(host: Host) -> None:
 async def sweep(host: Host) -> None:
     """One pass over what nobody is working on."""
     for sandbox in host.registry.all():
-        if sandbox.state in (State.KILLING, State.CREATING) and host.operations.current(sandbox.id) is None:
+        if sandbox.state is State.KILLING and host.operations.current(sandbox.id) is None:
             await _again(sandbox.id, host.operations.cut(sandbox.id, KILL, partial(delete, host, sandbox.id)))
     for sandbox_id in tuple(host.unended):
         if host.operations.current(sandbox_id) is None:

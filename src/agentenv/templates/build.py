@@ -50,29 +50,31 @@ async def build(host: Host, spec: BuildSpec, archive: Path, progress: Progress) 
         progress(BuildEvent(host.clock.now(), step, message, done, total))
 
     work = host.settings.work_dir / f"build-{uuid.uuid4()}"
-    async with AsyncExitStack() as taken:
-        await asyncio.to_thread(work.mkdir, parents=True)
-        taken.push_async_callback(asyncio.to_thread, shutil.rmtree, work, ignore_errors=True)
-        disk = await _disk(host, spec, archive, work, taken, say)
-        capture = await _first_boot(host, spec, disk, taken, say)
-        await failpoint("build.captured")
-        snapshot = Snapshot(
-            id=new_snapshot_id(),
-            names=(spec.name,),
-            source=Source.BUILD,
-            sandbox_id=None,
-            machine=spec.machine,
-            fingerprint=host.fingerprint,
-            capture=capture,
-            created_at=host.clock.now(),
-            envd_version=ENVD_VERSION,
-            env=spec.env,
-            default_user=spec.default_user,
-            default_workdir=spec.default_workdir,
-        )
-        await _boot_test(host, spec, snapshot, say)
-        await host.catalogue.add(snapshot)
-    host.collector.nudge()
+    try:
+        async with AsyncExitStack() as taken:
+            taken.push_async_callback(asyncio.to_thread, shutil.rmtree, work, ignore_errors=True)
+            await asyncio.to_thread(work.mkdir, parents=True)
+            disk = await _disk(host, spec, archive, work, taken, say)
+            capture = await _first_boot(host, spec, disk, taken, say)
+            await failpoint("build.captured")
+            snapshot = Snapshot(
+                id=new_snapshot_id(),
+                names=(spec.name,),
+                source=Source.BUILD,
+                sandbox_id=None,
+                machine=spec.machine,
+                fingerprint=host.fingerprint,
+                capture=capture,
+                created_at=host.clock.now(),
+                envd_version=ENVD_VERSION,
+                env=spec.env,
+                default_user=spec.default_user,
+                default_workdir=spec.default_workdir,
+            )
+            await _boot_test(host, spec, snapshot, say)
+            await host.catalogue.add(snapshot)
+    finally:
+        host.collector.nudge()  # of the template that had the name, or of a build that failed
     say("finalize", f"template {spec.name} is ready")
     return snapshot
 
@@ -123,17 +125,21 @@ async def _first_boot(host: Host, spec: BuildSpec, disk: Stack, taken: AsyncExit
 
 @asynccontextmanager
 async def _booted(host: Host, sandbox: Sandbox, disk: Stack) -> AsyncIterator[tuple[Instance, Agent]]:
-    """A fresh VM of *sandbox* whose agent has its identity; gone when the context is left."""
+    """A fresh VM of *sandbox* whose agent has its identity; gone when the context is left.
+
+    It never gets beyond "creating", as in the boot test: no client sees it, and no crash keeps it.
+    """
+    host.registry.reserve(sandbox)
     async with undone_on_failure(f"first boot of {sandbox.id}") as taken:
+        taken.push_async_callback(abandon, host, sandbox)
         slot = await host.slots.acquire(sandbox.id, sandbox.egress)
         taken.push_async_callback(host.slots.release, slot)
-        taken.push_async_callback(host.storage.remove, sandbox.id)
         target = await host.storage.create_disk(sandbox.id, disk)
         memory = await host.storage.attach_memory(sandbox.id, Stack((), sandbox.machine.memory_bytes))
         plan = host.plan(sandbox, slot, memory, target)
         taken.push_async_callback(remove_run_dir, plan.run_dir)
         instance = await host.vmm.boot(plan)
-        taken.pop_all()
+        taken.pop_all()  # a slot is not given back before its VMM is gone
         agent = host.agents.agent(slot.address, secret=host.credentials.control_secret(sandbox.id))
         host.held[sandbox.id] = Live(instance, agent, slot)
         taken.push_async_callback(abandon, host, sandbox)
@@ -166,10 +172,7 @@ async def _boot_test(host: Host, spec: BuildSpec, snapshot: Snapshot, say: Say) 
 
 
 async def _try_out(host: Host, candidate: Sandbox, capture: Capture) -> None:
-    """Start *candidate* and run a shell in it.
-
-    It never gets beyond "creating": no client sees it, and no crash keeps it.
-    """
+    """Start *candidate* and run a shell in it."""
     assert capture.disk is not None
     with host.catalogue.pinned(capture):
         host.registry.reserve(candidate)
