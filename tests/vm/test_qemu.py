@@ -18,6 +18,7 @@ from agentenv.model.errors import Invalid, NoSpace, NotFound, Unavailable, Unsup
 from agentenv.model.machine import BlockTarget
 from agentenv.vmm.contract import Instance, VmPlan
 from agentenv.vmm.plan import monitor_path
+from agentenv.vmm.process import read_identity
 from agentenv.vmm.qemu import QemuVmm
 from tests.unit.vmm import lab as qemu
 from tests.unit.vmm.lab import (
@@ -260,6 +261,30 @@ class TestMonitor:
 
         await adopted.resume()
         await adopted.stop()
+        await second.close()
+
+    async def test_a_vm_whose_server_died_while_loading_it_can_only_be_stopped(
+        self, lab: Lab, template: Template
+    ) -> None:
+        first, second = lab.driver(), lab.driver()
+        plan = lab.restore_plan(template)
+        adopted: list[Instance] = []
+
+        async def prepare(pid: int) -> None:
+            await first.close()
+            identity = read_identity(pid)
+            assert identity is not None
+            adopted.append(await second.adopt(plan, identity))
+            with pytest.raises(Unavailable, match="never got its device state"):
+                await adopted[0].pause()
+            with pytest.raises(Unavailable, match="never got its device state"):
+                await adopted[0].resume()
+
+        with pytest.raises(Unavailable):
+            await first.restore(plan, template.state, prepare)
+
+        assert (await adopted[0].wait_exit()).code != 0
+        await adopted[0].stop()
         await second.close()
 
 

@@ -85,7 +85,9 @@ def test_a_guest_that_ends_itself_waits_to_be_read_out() -> None:
 
 
 @pytest.mark.parametrize(
-    ("engine", "accelerator", "cpu"), [(TCG, "tcg,tb-size=32", "max,-erms,-fsrm"), (KVM, "kvm", "host")], ids=["tcg", "kvm"]
+    ("engine", "accelerator", "cpu"),
+    [(TCG, "tcg,tb-size=32", "max,-erms,-fsrm"), (KVM, "kvm", "host")],
+    ids=["tcg", "kvm"],
 )
 def test_the_engine_decides_accelerator_and_cpu(engine: Engine, accelerator: str, cpu: str) -> None:
     words = line(engine=engine)
