@@ -124,7 +124,8 @@ class QemuInstance:
         memory = os.memfd_create("aenv-device-state", os.MFD_CLOEXEC)
         try:
             await self._save(memory)
-            await asyncio.to_thread(_write_durably, memory, path)
+            # Not cut short: the thread works on a descriptor that is closed here.
+            await to_its_end("write device state", asyncio.to_thread(_write_durably, memory, path))
         finally:
             os.close(memory)
 

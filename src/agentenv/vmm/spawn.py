@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from agentenv.model.errors import AgentEnvError, Bug, Exhausted, NotFound, Unsupported
+from agentenv.model.errors import AgentEnvError, Bug, Exhausted, NotFound, Unavailable, Unsupported
 from agentenv.model.machine import ProcessIdentity
 from agentenv.vmm.process import kill_all, read_start_time
 
@@ -80,24 +80,32 @@ class Spawner:
         or no *interface* in it, `Unsupported` when the program is missing or not
         executable, `Exhausted` when the host has no process or descriptor left.
         """
-        started = self._threads.submit(self._start, list(argv), netns, output, list(inherit), interface)
+        fds = _copies([output, *inherit])
         try:
-            return await asyncio.shield(asyncio.wrap_future(started))
+            started = self._threads.submit(self._start, list(argv), netns, fds, interface)
+        except RuntimeError as error:
+            _close(fds)
+            raise Unavailable("no more programs are started: the spawner is closed") from error
+        waiting = asyncio.wrap_future(started)
+        try:
+            return await asyncio.shield(waiting)
         except asyncio.CancelledError:
             started.add_done_callback(_undo)
+            waiting.add_done_callback(_ignore)
             raise
 
     def close(self) -> None:
         """Wait for what is being started. Programs live on."""
         self._threads.shutdown()
 
-    def _start(
-        self, argv: list[str], netns: Path | None, output: int, inherit: list[int], interface: str | None
-    ) -> Started:
-        with inside(netns):
-            if interface is not None:
-                _require_interface(interface, netns)
-            pid = _posix_spawn(argv, output, inherit)
+    def _start(self, argv: list[str], netns: Path | None, fds: list[int], interface: str | None) -> Started:
+        try:
+            with inside(netns):
+                if interface is not None:
+                    _require_interface(interface, netns)
+                pid = _posix_spawn(argv, fds)
+        finally:
+            _close(fds)
         # A child that nobody has reaped keeps its pid: neither of these can meet another process.
         pidfd = os.pidfd_open(pid)
         stat = read_start_time(pid)
@@ -107,6 +115,12 @@ class Spawner:
             # A core of a VMM would hold guest memory, and fill the disk.
             resource.prlimit(pid, resource.RLIMIT_CORE, (0, 0))
         return Started(ProcessIdentity(pid, stat[0]), pidfd)
+
+
+def _ignore(started: "asyncio.Future[Started]") -> None:
+    """Look at the outcome, so that asyncio does not report an error that nobody waits for."""
+    if not started.cancelled():
+        started.exception()
 
 
 def _undo(started: Future[Started]) -> None:
@@ -152,22 +166,40 @@ def _require_interface(name: str, netns: Path | None) -> None:
         raise NotFound(f"there is no interface {name} in {netns}") from error
 
 
-def _posix_spawn(argv: list[str], output: int, inherit: list[int]) -> int:
+def _copies(fds: list[int]) -> list[int]:
+    """Return descriptors of the same files: whoever is cancelled closes its own while a thread still works.
+
+    They are above every number that one of them is to get in the child.
+    """
+    copies: list[int] = []
+    try:
+        for fd in fds:
+            copies.append(fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, _ABOVE))  # noqa: PERF401 - closed if one fails
+    except OSError as error:
+        _close(copies)
+        raise _failed("copy a descriptor", error.errno or 0) from error
+    return copies
+
+
+def _close(fds: list[int]) -> None:
+    for fd in fds:
+        os.close(fd)
+
+
+def _posix_spawn(argv: list[str], fds: list[int]) -> int:
+    """Start *argv* with the first of *fds* as output and error, and the rest from `FIRST_INHERITED` up."""
     attributes = ctypes.create_string_buffer(_OPAQUE_BYTES)
     actions = ctypes.create_string_buffer(_OPAQUE_BYTES)
-    moved: list[int] = []
     _check(_libc.posix_spawnattr_init(attributes))
     _check(_libc.posix_spawn_file_actions_init(actions))
     try:
         _set_attributes(attributes)
         _check(_libc.posix_spawn_file_actions_addopen(actions, 0, b"/dev/null", os.O_RDWR, 0))
-        for source, number in [(output, 1), (output, 2), *((fd, FIRST_INHERITED + i) for i, fd in enumerate(inherit))]:
-            # Copied high first: a source may have the number that another is to get.
-            moved.append(fcntl.fcntl(source, fcntl.F_DUPFD_CLOEXEC, _ABOVE))
-            _check(_libc.posix_spawn_file_actions_adddup2(actions, moved[-1], number))
+        for number, fd in enumerate([fds[0], *fds], start=1):
+            _check(_libc.posix_spawn_file_actions_adddup2(actions, fd, number))
         if hasattr(_libc, "posix_spawn_file_actions_addclosefrom_np"):  # glibc 2.34
             # Ours close on exec anyway; this is for what some library has left open.
-            _check(_libc.posix_spawn_file_actions_addclosefrom_np(actions, FIRST_INHERITED + len(inherit)))
+            _check(_libc.posix_spawn_file_actions_addclosefrom_np(actions, FIRST_INHERITED + len(fds) - 1))
         pid = ctypes.c_int()
         code = _libc.posix_spawn(
             ctypes.byref(pid), os.fsencode(argv[0]), actions, attributes, _strings(argv), _strings(_environment())
@@ -176,8 +208,6 @@ def _posix_spawn(argv: list[str], output: int, inherit: list[int]) -> int:
             raise _failed(f"start {argv[0]}", code)
         return pid.value
     finally:
-        for fd in moved:
-            os.close(fd)
         _libc.posix_spawn_file_actions_destroy(actions)
         _libc.posix_spawnattr_destroy(attributes)
 

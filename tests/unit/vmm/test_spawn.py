@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from agentenv.model.errors import NotFound, Unsupported
+from agentenv.model.errors import NotFound, Unavailable, Unsupported
 from agentenv.vmm.process import Process, is_alive
 from agentenv.vmm.spawn import FIRST_INHERITED, Spawner, Started, inside
 
@@ -149,6 +149,28 @@ def command_of(pid: str) -> str:
     with suppress(OSError):
         return Path(f"/proc/{pid}/cmdline").read_text()
     return ""
+
+
+async def test_a_start_that_nobody_waits_for_does_not_touch_descriptors_that_were_closed(spawner: Spawner) -> None:
+    """The caller closes its own as soon as it is cancelled; another file may have their numbers by then."""
+    failures: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: failures.append(context))
+
+    async def start() -> None:
+        with tempfile.TemporaryFile() as output:
+            await spawner.spawn(["/bin/true"], netns=None, output=output.fileno(), inherit=[output.fileno()])
+
+    starting = [asyncio.create_task(start()) for _ in range(30)]
+    await asyncio.sleep(0)
+    for task in starting:
+        task.cancel()
+    await asyncio.wait(starting)
+    await asyncio.to_thread(spawner.close)
+    await asyncio.sleep(0)
+
+    assert failures == []
+    with pytest.raises(Unavailable):
+        await spawner.spawn(["/bin/true"], netns=None, output=2)
 
 
 async def test_a_program_outlives_the_spawner(pipe: tuple[int, int]) -> None:
