@@ -23,7 +23,7 @@ from agentenv.api import present
 from agentenv.api.endpoints import Answer, Endpoints
 from agentenv.api.errors import fault
 from agentenv.model.errors import Invalid, NoSpace
-from agentenv.model.machine import Machine
+from agentenv.model.machine import INIT_PATH, Machine
 from agentenv.templates.contract import Builder, BuildEvent, BuildSpec
 
 WRITE_BYTES = 4 << 20
@@ -39,6 +39,9 @@ class RootfsQuery(BaseModel):
     memory_mib: int = Field(512, alias="memoryMB", ge=128, le=65_536, description="Memory in MiB.")
     disk_mib: int = Field(4096, alias="diskSizeMB", ge=256, le=1 << 20, description="Disk in MiB.")
     default_user: str = Field("user", alias="defaultUser", pattern=r"^[a-z_][a-z0-9_-]{0,31}$")
+    init: str | None = Field(
+        None, pattern=f"^{INIT_PATH}$", description="The image's own init, run as PID 1; without it the agent is PID 1."
+    )
 
 
 class BuildRoutes:
@@ -57,7 +60,7 @@ class BuildRoutes:
 
     async def build(self, request: Request, query: Annotated[RootfsQuery, Query()]) -> Response:
         machine = Machine(query.cpu_count, query.memory_mib, query.disk_mib)
-        spec = BuildSpec(query.name, machine, default_user=query.default_user)
+        spec = BuildSpec(query.name, machine, default_user=query.default_user, init=query.init)
         self._builder.check(spec)
         archive = await self._receive(request)
         events: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()

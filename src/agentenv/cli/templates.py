@@ -52,11 +52,14 @@ def build(
     memory: Annotated[int, typer.Option(min=128, max=65536, help="Memory in MiB.")] = 512,
     disk: Annotated[int, typer.Option(min=256, max=1 << 20, help="Disk in MiB.")] = 4096,
     user: Annotated[str, typer.Option(help="Default user of commands; made if it is missing.")] = "user",
+    init: Annotated[str | None, typer.Option(help="The image's own init, to run as PID 1.")] = None,
 ) -> None:
     """Build a template from a root filesystem and take its snapshot."""
     if not rootfs.exists():
         raise CliError(f"{rootfs} does not exist", code=2)
     params = {"name": name, "cpuCount": cpu, "memoryMB": memory, "diskSizeMB": disk, "defaultUser": user}
+    if init is not None:
+        params["init"] = init
     content = _tar_of(rootfs) if rootfs.is_dir() else _file(rootfs)
     template: dict[str, Any] | None = None
     with progress_bar() as bar:

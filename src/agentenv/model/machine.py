@@ -2,7 +2,10 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Final, Literal
+
+# Of an init in an image: one word of a kernel's command line.
+INIT_PATH: Final = r"/[A-Za-z0-9._/+-]{1,200}"
 
 
 @dataclass(frozen=True, slots=True)

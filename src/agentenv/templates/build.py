@@ -6,10 +6,12 @@ run a command: a template that cannot start is never published.
 """
 
 import asyncio
+import re
 import shutil
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Final, Protocol
 
@@ -18,6 +20,7 @@ from agentenv.guest.contract import Agent
 from agentenv.model.errors import Bug, DeadlineExceeded, Invalid, Unavailable
 from agentenv.model.ids import new_sandbox_id, new_snapshot_id, parse_name
 from agentenv.model.lifecycle import State
+from agentenv.model.machine import INIT_PATH
 from agentenv.model.sandbox import Sandbox
 from agentenv.model.snapshot import Capture, Snapshot, Source, Stack
 from agentenv.node.create import admit
@@ -85,6 +88,8 @@ def check(spec: BuildSpec) -> None:
     for name, (low, high) in MACHINE_LIMITS.items():
         if not low <= (value := getattr(spec.machine, name)) <= high:
             raise Invalid(f"{name} must be {low} to {high}, not {value}")
+    if spec.init is not None and not re.fullmatch(INIT_PATH, spec.init):
+        raise Invalid(f"{spec.init!r} cannot be the path of an init")
 
 
 async def _disk(host: Host, spec: BuildSpec, archive: Path, work: Path, taken: AsyncExitStack, say: Say) -> Stack:
@@ -104,7 +109,7 @@ async def _disk(host: Host, spec: BuildSpec, archive: Path, work: Path, taken: A
 async def _first_boot(host: Host, spec: BuildSpec, disk: Stack, taken: AsyncExitStack, say: Say) -> Capture:
     sandbox = _stand_in(host, spec)
     say("boot", "booting for the first time")
-    async with _booted(host, sandbox, disk) as (instance, agent):
+    async with _booted(host, sandbox, disk, spec.init) as (instance, agent):
         say("boot", "the guest agent answers")
         await _warm_up(agent, host, sandbox)
         await agent.freeze(timeout_s=COMMAND_TIMEOUT_S)
@@ -124,8 +129,12 @@ async def _first_boot(host: Host, spec: BuildSpec, disk: Stack, taken: AsyncExit
 
 
 @asynccontextmanager
-async def _booted(host: Host, sandbox: Sandbox, disk: Stack) -> AsyncIterator[tuple[Instance, Agent]]:
+async def _booted(
+    host: Host, sandbox: Sandbox, disk: Stack, init: str | None
+) -> AsyncIterator[tuple[Instance, Agent]]:
     """A fresh VM of *sandbox* whose agent has its identity; gone when the context is left.
+
+    Only here is *init* told to a kernel: a restored one keeps the command line that it was booted with.
 
     It never gets beyond "creating", as in the boot test: no client sees it, and no crash keeps it.
     """
@@ -136,7 +145,7 @@ async def _booted(host: Host, sandbox: Sandbox, disk: Stack) -> AsyncIterator[tu
         taken.push_async_callback(host.slots.release, slot)
         target = await host.storage.create_disk(sandbox.id, disk)
         memory = await host.storage.attach_memory(sandbox.id, Stack((), sandbox.machine.memory_bytes))
-        plan = host.plan(sandbox, slot, memory, target)
+        plan = replace(host.plan(sandbox, slot, memory, target), init=init)
         taken.push_async_callback(remove_run_dir, plan.run_dir)
         instance = await host.vmm.boot(plan)
         taken.pop_all()  # a slot is not given back before its VMM is gone

@@ -19,6 +19,7 @@ class BuildSpec:
     env: Mapping[str, str] = field(default_factory=dict)
     default_user: str = "user"
     default_workdir: str | None = None
+    init: str | None = None  # the image's own init, to be PID 1 of its guests; None: the agent is
 
 
 @dataclass(frozen=True, slots=True)

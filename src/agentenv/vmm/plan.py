@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Final, Literal
 
 from agentenv.model.errors import Invalid
-from agentenv.model.machine import BlockTarget
+from agentenv.model.machine import INIT_PATH, BlockTarget
 from agentenv.vmm.console import CONSOLE_RING, CONSOLE_RING_BYTES, EARLY_RING, EARLY_RING_BYTES
 from agentenv.vmm.contract import VmPlan
 
@@ -31,7 +31,6 @@ MAX_SOCKET_PATH_BYTES: Final = 107
 MAX_VCPUS: Final = 64
 MEMORY_MIB: Final = range(64, 1 << 20)
 _INTERFACE_NAME: Final = re.compile(r"[A-Za-z0-9._-]{1,15}")
-_INIT_PATH: Final = re.compile(r"/[A-Za-z0-9._/+-]{1,200}")
 
 SANDBOX: Final = "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny"
 _MACHINE: Final = (
@@ -63,7 +62,7 @@ def check(plan: VmPlan) -> None:
         raise Invalid(f"{machine.memory_mib} MiB of memory: between 64 and {MEMORY_MIB.stop - 1} are possible")
     if not _INTERFACE_NAME.fullmatch(plan.tap):
         raise Invalid(f"{plan.tap!r} is not the name of a network interface")
-    if plan.init is not None and not _INIT_PATH.fullmatch(plan.init):
+    if plan.init is not None and not re.fullmatch(INIT_PATH, plan.init):
         raise Invalid(f"{plan.init!r} cannot be given to the guest kernel as the path of an init")
 
 

@@ -72,6 +72,7 @@ async def test_a_root_becomes_a_template(
         "memoryMB": 256,
         "diskSizeMB": 512,
         "defaultUser": "agent",
+        "init": "/sbin/init",
     }
 
     event, outcome = lines(await api.post("/templates/rootfs", params=query, content=ARCHIVE))
@@ -79,7 +80,8 @@ async def test_a_root_becomes_a_template(
     assert event["step"] == "unpack"
     assert (event["done"], event["total"]) == (1, 2)
     assert outcome["template"]["templateID"] == node.find_snapshot("mine").id
-    assert builder.built == [(BuildSpec("mine", Machine(3, 256, 512), default_user="agent"), ARCHIVE)]
+    spec = BuildSpec("mine", Machine(3, 256, 512), default_user="agent", init="/sbin/init")
+    assert builder.built == [(spec, ARCHIVE)]
     assert list(tmp_path.iterdir()) == []
 
 
@@ -101,6 +103,7 @@ async def test_a_build_that_fails_ends_with_the_error(
     [
         "", "name=", "name=" + "x" * 129, "name=x&cpuCount=0", "name=x&memoryMB=1", "name=x&diskSizeMB=x",
         "name=x&defaultUser=Root!", "name=x&nonsense=1", "name=x&name=y",
+        "name=x&init=", "name=x&init=sbin/init", "name=x&init=/init%20rw", "name=x&init=/init%0A",
     ],
 )  # fmt: skip
 async def test_a_wrong_specification_is_refused(api: httpx.AsyncClient, builder: FakeBuilder, query: str) -> None:

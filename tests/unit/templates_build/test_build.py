@@ -143,6 +143,14 @@ async def test_a_template_is_what_was_asked_for_and_can_be_started(fake: FakeHos
     assert all(event.timestamp == fake.world.clock.now() for event in events)
 
 
+@pytest.mark.parametrize("init", [None, "/sbin/init"])
+async def test_the_first_boot_alone_is_told_the_init(fake: FakeHost, archive: Path, init: str | None) -> None:
+    await TemplateBuilder(fake.host).build(replace(SPEC, init=init), archive, ignore)
+
+    plans = [process.plan for process in fake.world.hypervisor.processes.values()]
+    assert [plan.init for plan in plans if plan.machine == SPEC.machine] == [init, None]
+
+
 async def test_a_first_boot_shows_no_secret_and_every_start_has_its_own(fake: FakeHost, archive: Path) -> None:
     template = await make(fake, archive)
 
@@ -252,6 +260,9 @@ BAD: Final = [
     replace(SPEC, machine=Machine(1, 128, 255)),
     replace(SPEC, machine=Machine(1, 1 << 20, 256)),
     replace(SPEC, machine=Machine(1, 128, 1 << 21)),
+    replace(SPEC, init="init"),
+    replace(SPEC, init="/init panic=0"),
+    replace(SPEC, init="/init\n"),
 ]
 
 
