@@ -421,17 +421,16 @@ class TestFullDisk:
         await instance.resume()
         fill(small, leave=2 << 20)
         content = os.urandom(4 << 20)
-        await ask_guest(plan, "POST", "/files?path=/large&username=root", content)
 
-        syncing = asyncio.create_task(ask_guest(plan, "POST", "/sync"))
+        writing = asyncio.create_task(write_file(plan, "large", content))
         while await status_of(instance) != "io-error":
             await asyncio.sleep(0.01)
         await instance.pause()
-        assert not syncing.done()
+        assert not writing.done()
         (small / "ballast").unlink()
         await instance.resume()
 
-        assert await syncing == 204
+        await writing
         assert await read_file(plan, "large") == content
         await instance.stop()
 
@@ -444,14 +443,13 @@ class TestFullDisk:
         instance = await vmm.restore(plan, template.state, no_preparation)
         await instance.resume()
         fill(small, leave=2 << 20)
-        await ask_guest(plan, "POST", "/files?path=/large&username=root", os.urandom(4 << 20))
-        syncing = asyncio.create_task(ask_guest(plan, "POST", "/sync"))
+        writing = asyncio.create_task(write_file(plan, "large", os.urandom(4 << 20)))
         while await status_of(instance) != "io-error":
             await asyncio.sleep(0.01)
 
         (small / "ballast").unlink()
 
-        assert await syncing == 204
+        await writing
         await instance.stop()
 
 

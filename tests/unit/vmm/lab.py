@@ -188,12 +188,12 @@ def copy_memory(pid: int, mapped: Path, target: Path) -> None:
                 os.pwrite(out.fileno(), os.pread(memory.fileno(), PAGE, start + index * PAGE), index * PAGE)
 
 
-def call(netns: Path, method: str, path: str, body: object = None, *, timeout_s: float = 10.0) -> int:
+def call(netns: Path, method: str, path: str, body: object = None, *, timeout_s: float = 60.0) -> int:
     """Ask the agent of the guest in *netns*; return the status. Blocks; runs in a thread of a pool."""
     return ask(netns, method, path, body, timeout_s=timeout_s)[0]
 
 
-def ask(netns: Path, method: str, path: str, body: object = None, *, timeout_s: float = 10.0) -> tuple[int, bytes]:
+def ask(netns: Path, method: str, path: str, body: object = None, *, timeout_s: float = 60.0) -> tuple[int, bytes]:
     with inside(netns):
         connection = http.client.HTTPConnection(str(GUEST_ADDRESS), 49983, timeout=timeout_s)
         try:
