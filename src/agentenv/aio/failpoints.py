@@ -1,7 +1,7 @@
 """Named places in the code where a test can make the world go wrong.
 
 A failpoint does nothing unless it is armed: by a test through `REGISTRY`, or in a
-server under test by a text such as ``pause.captured=kill; *=kill@17``:
+server under test by a text such as ``pause.memory_saved=kill; *=kill@17``:
 
     kill            SIGKILL to this process, as a crash or the OOM killer would
     raise:KIND      raise the error of that kind ("no_space", "unavailable", ...)

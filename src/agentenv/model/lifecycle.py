@@ -1,7 +1,7 @@
 """Which moves a sandbox may make, and nothing else.
 
 The table is the only place that knows the rules: the registry applies it, the
-state diagram in docs is drawn from it, and the property tests walk it.
+diagram in docs/concepts/lifecycle.md is compared with it, and the property tests walk it.
 """
 
 from collections.abc import Mapping

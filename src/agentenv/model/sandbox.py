@@ -44,8 +44,8 @@ class Sandbox:
     envd_version: str = ""
     default_user: str | None = None
     default_workdir: str | None = None
-    slot_index: int | None = None  # journalled before the VMM starts
-    process: ProcessIdentity | None = None  # journalled before the guest may run
+    slot_index: int | None = None  # journalled together with the process
+    process: ProcessIdentity | None = None  # journalled once its VM is loaded, before the guest may run
     capture: Capture | None = None  # present while paused
     reason: str | None = None  # why it is in error
 

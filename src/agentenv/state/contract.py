@@ -51,7 +51,7 @@ class Store(Protocol):
         ...
 
     async def sandboxes(self) -> list[Sandbox]:
-        """Every record that can be read, oldest first; `quarantined` has the others. Read once, at start."""
+        """Every record that can be read, oldest first; `quarantined` has the others. For the start."""
         ...
 
     # Snapshots and templates
@@ -68,7 +68,7 @@ class Store(Protocol):
         ...
 
     async def snapshots(self) -> list[Snapshot]:
-        """Every record that can be read, oldest first. Read once, at start."""
+        """Every record that can be read, oldest first. For the start."""
         ...
 
     async def count_spawn(self, snapshot: Snapshot) -> None:
@@ -78,5 +78,5 @@ class Store(Protocol):
     # Both
 
     async def quarantined(self) -> list[Quarantined]:
-        """Every record that cannot be read. Read once, at start."""
+        """Every record that cannot be read. For the start."""
         ...
