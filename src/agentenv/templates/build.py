@@ -129,9 +129,7 @@ async def _first_boot(host: Host, spec: BuildSpec, disk: Stack, taken: AsyncExit
 
 
 @asynccontextmanager
-async def _booted(
-    host: Host, sandbox: Sandbox, disk: Stack, init: str | None
-) -> AsyncIterator[tuple[Instance, Agent]]:
+async def _booted(host: Host, sandbox: Sandbox, disk: Stack, init: str | None) -> AsyncIterator[tuple[Instance, Agent]]:
     """A fresh VM of *sandbox* whose agent has its identity; gone when the context is left.
 
     Only here is *init* told to a kernel: a restored one keeps the command line that it was booted with.
