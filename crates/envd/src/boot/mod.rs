@@ -40,6 +40,7 @@ pub(crate) fn run() -> io::Result<()> {
     modules::forget();
     mounts::switch()?;
     mounts::rest();
+    note("files in memory", mounts::volatile_files());
     let cgroup = note("control groups", groups::set_up(line.reserve_mib));
     protect();
     for (name, value) in SYSCTLS {

@@ -6,15 +6,17 @@ use std::os::unix::fs::{PermissionsExt, symlink};
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use rustix::mount::{MountFlags, mount, mount_move};
+use rustix::mount::{MountFlags, mount, mount_bind, mount_move};
 use rustix::process::{chdir, chroot};
 
+use crate::etc;
 use crate::say;
 
 const NEW_ROOT: &str = "/root-fs";
 /// How long the disk may take to appear.
 const DISK_LIMIT: Duration = Duration::from_secs(30);
 const DISK_POLL: Duration = Duration::from_millis(5);
+const VOLATILE: &str = "/run/agentenv";
 
 /// Those without which nothing can be done, in the initramfs.
 pub(super) fn early() -> io::Result<()> {
@@ -90,6 +92,28 @@ pub(super) fn rest() {
     for (target, name) in standard {
         let _ = symlink(target, Path::new("/dev").join(name));
     }
+}
+
+/// Files of `/etc` that are new at every restore, in memory: a write to a disk's file system is
+/// thousands of instructions that an emulated processor has not seen, before the guest may run.
+///
+/// The image's own content is what they start with. What is no plain file there is left alone.
+pub(super) fn volatile_files() -> io::Result<()> {
+    fs::create_dir_all(VOLATILE)?;
+    fs::create_dir_all("/etc")?;
+    for (name, mode) in [("hostname", 0o644), ("hosts", 0o644), ("machine-id", 0o444)] {
+        let target = Path::new("/etc").join(name);
+        match fs::symlink_metadata(&target) {
+            Ok(metadata) if metadata.is_file() => {}
+            Ok(_) => continue,
+            Err(_) => fs::write(&target, "")?,
+        }
+        let source = Path::new(VOLATILE).join(name);
+        fs::write(&source, etc::read(&target)?.unwrap_or_default())?;
+        fs::set_permissions(&source, fs::Permissions::from_mode(mode))?;
+        mount_bind(&source, &target).map_err(|e| named(name, &e.into()))?;
+    }
+    Ok(())
 }
 
 pub(super) fn mount_kind(kind: &str, target: &str, flags: MountFlags, options: &str) -> io::Result<()> {
