@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
+from urllib.parse import quote
 
 import httpx
 
@@ -21,6 +22,7 @@ DEFAULT_KEY_FILE: Final = Path("/var/lib/aenv/secrets/api-key")
 # As shells have it: 127 for a program that cannot be run, 124 for one that ran out of time.
 STREAM_EXIT_CODES: Final = {"invalid_argument": 127, "deadline_exceeded": 124}
 TIMEOUT: Final = httpx.Timeout(10.0, read=180.0)
+USAGE: Final = 2  # the exit code for what was asked wrongly
 
 
 class CliError(Exception):
@@ -31,6 +33,19 @@ class CliError(Exception):
         self.message = message
         self.hint = hint
         self.code = code
+
+
+def path_of(*segments: str) -> str:
+    """The path of *segments*, each of which stays one segment whatever it is made of.
+
+    Raises `CliError` for what cannot be one: HTTP clients drop ``.`` and ``..`` before they ask, so that a
+    request for one thing would reach another.
+    """
+    for segment in segments:
+        if segment in ("", ".", ".."):
+            raise CliError(f"{segment!r} is no id or name", code=USAGE)
+    # What a terminal passes on that is not UTF-8 goes as the bytes it came in.
+    return "/" + "/".join(quote(segment, safe="", errors="surrogateescape") for segment in segments)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +71,8 @@ def resolve_target(url: str | None, api_key: str | None) -> Target:
                 f"no API key: {key_file} cannot be read ({error.strerror})",
                 hint="set AENV_API_KEY, or run as the user that runs the server",
             ) from error
+    if not (api_key.isascii() and api_key.isprintable()):
+        raise CliError("the API key has characters that no key has", hint="see AENV_API_KEY", code=USAGE)
     return Target(url.rstrip("/"), api_key)
 
 
@@ -64,31 +81,45 @@ class Client:
 
     def __init__(self, target: Target) -> None:
         self.target = target
-        self._http = httpx.Client(base_url=target.url, headers={"X-API-Key": target.api_key}, timeout=TIMEOUT)
+        self._agents: list[SandboxClient] = []
+        with self._translated():
+            self._http = httpx.Client(base_url=target.url, headers={"X-API-Key": target.api_key}, timeout=TIMEOUT)
 
-    def call(self, method: str, path: str, **arguments: Any) -> Any:
-        """Return the JSON body of a successful answer, or None where there is none."""
+    def close(self) -> None:
+        """Close the connections, those to sandboxes too."""
+        for agent in self._agents:
+            agent.close()
+        self._http.close()
+
+    def call(self, method: str, *segments: str, **arguments: Any) -> Any:
+        """Return the JSON body of a successful answer, or None where there is none. For *segments* see `path_of`."""
+        path = path_of(*segments)
         with self._translated():
             answer = self._http.request(method, path, **arguments)
         _raise_for(answer.status_code, answer.content)
-        return answer.json() if answer.content else None
+        return self._parsed(answer) if answer.content else None
 
-    def pages(self, path: str, params: dict[str, str] | None = None) -> list[Any]:
+    def pages(
+        self, *segments: str, params: dict[str, str] | None = None, timeout: httpx.Timeout = TIMEOUT
+    ) -> list[Any]:
         """Every item of a paginated list."""
+        path = path_of(*segments)
         items: list[Any] = []
         token: str | None = None
         while True:
+            asked = {**(params or {}), **({"nextToken": token} if token else {})}
             with self._translated():
-                answer = self._http.get(path, params={**(params or {}), **({"nextToken": token} if token else {})})
+                answer = self._http.get(path, params=asked, timeout=timeout)
             _raise_for(answer.status_code, answer.content)
-            items += answer.json()
+            items += self._parsed(answer)
             token = answer.headers.get("x-next-token")
             if not token:
                 return items
 
     @contextmanager
-    def stream(self, method: str, path: str, **arguments: Any) -> Iterator[httpx.Response]:
+    def stream(self, method: str, *segments: str, **arguments: Any) -> Iterator[httpx.Response]:
         """A successful answer whose body is read as it comes."""
+        path = path_of(*segments)
         patient = httpx.Timeout(10.0, read=None)
         with self._translated(), self._http.stream(method, path, timeout=patient, **arguments) as answer:
             if answer.status_code >= 300:
@@ -97,10 +128,18 @@ class Client:
 
     def sandbox(self, sandbox_id: str) -> "SandboxClient":
         """The agent of one sandbox, with the token the server gives for it."""
-        detail = self.call("GET", f"/sandboxes/{sandbox_id}")
+        detail = self.call("GET", "sandboxes", sandbox_id)
         if detail.get("state") == "paused" and not (detail.get("lifecycle") or {}).get("autoResume"):
             raise CliError("the sandbox is paused", hint=f"aenv resume {sandbox_id}")
-        return SandboxClient(self.target.url, sandbox_id, detail.get("envdAccessToken"))
+        agent = SandboxClient(self.target.url, sandbox_id, detail.get("envdAccessToken"))
+        self._agents.append(agent)
+        return agent
+
+    def _parsed(self, answer: httpx.Response) -> Any:
+        try:
+            return answer.json()
+        except ValueError as error:
+            raise CliError(f"what answers at {self.target.url} is not AgentENV", hint="see AENV_API_URL") from error
 
     @contextmanager
     def _translated(self) -> Iterator[None]:
@@ -111,7 +150,7 @@ class Client:
                 f"no server answers at {self.target.url}",
                 hint="start one with `aenv server`, or set AENV_API_URL",
             ) from error
-        except httpx.HTTPError as error:
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise CliError(f"{self.target.url}: {str(error) or type(error).__name__}") from error
 
 
@@ -124,6 +163,9 @@ class SandboxClient:
             headers["X-Access-Token"] = access_token
         self.sandbox_id = sandbox_id
         self._http = httpx.Client(base_url=url, headers=headers, timeout=httpx.Timeout(60.0, read=None))
+
+    def close(self) -> None:
+        self._http.close()
 
     def unary(self, service: str, message: dict[str, Any]) -> Any:
         try:
@@ -162,12 +204,22 @@ class SandboxClient:
         raise CliError("the sandbox went away in the middle of the command")
 
 
+def told(error: dict[str, Any]) -> tuple[str, str | None]:
+    """The message and the hint of an *error* of the server.
+
+    A hint is a field, the end of the message, or both; it is shown once.
+    """
+    message, hint = str(error["message"]), error.get("hint")
+    if not hint:
+        return message, None
+    return message.removesuffix(f"; {hint}"), str(hint)
+
+
 def _raise_for(status: int, body: bytes) -> None:
     if status < 300:
         return
     try:
-        parsed = json.loads(body)
-        message, hint = str(parsed["message"]), parsed.get("hint")
+        message, hint = told(json.loads(body))
     except (ValueError, KeyError, TypeError):
         message, hint = body[:500].decode(errors="replace") or "no reason given", None
     if status == 401:

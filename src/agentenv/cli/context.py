@@ -21,4 +21,5 @@ def client_of(context: typer.Context) -> Client:
     connection = context.ensure_object(Connection)
     if connection.client is None:
         connection.client = Client(resolve_target(connection.url, connection.api_key))
+        context.call_on_close(connection.client.close)
     return connection.client

@@ -3,19 +3,40 @@
 Exit codes: 0 done, 1 failed, 2 wrong usage; `exec` and `shell` pass on the command's own.
 """
 
+import os
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 import agentenv
 from agentenv.cli import doctor, sandboxes, server, templates
 from agentenv.cli.client import CliError
 from agentenv.cli.context import Connection
-from agentenv.cli.output import err
+from agentenv.cli.output import complain
 from agentenv.model.errors import AgentEnvError
 
+
+class Commands(TyperGroup):
+    """A reader of our output that has seen enough (`aenv ls | head`) is no failure."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            try:
+                return super().invoke(ctx)
+            finally:
+                sys.stdout.flush()
+        except BrokenPipeError:
+            # What is still buffered has nowhere to go, and the interpreter would complain at its end.
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, sys.stdout.fileno())
+            os.close(nowhere)
+            raise typer.Exit(0) from None
+
+
 typer_app = typer.Typer(
+    cls=Commands,
     name="aenv",
     help="AgentENV: microVM sandboxes behind the E2B API.",
     no_args_is_help=True,
@@ -66,11 +87,7 @@ typer_app.command("rm", hidden=True)(sandboxes.delete)
 def app() -> None:
     """The console script."""
     try:
-        typer_app()
+        typer_app(prog_name="aenv")  # also as `python -m agentenv.cli`: completion goes by this name
     except (CliError, AgentEnvError) as error:
-        err.print(f"[bold red]error:[/bold red] {error.message}", highlight=False, soft_wrap=True)
-        if error.hint:
-            err.print(f"[dim]hint: {error.hint}[/dim]", highlight=False, soft_wrap=True)
+        complain("error", error.message, error.hint)
         sys.exit(error.code if isinstance(error, CliError) else 1)
-    except BrokenPipeError:
-        sys.exit(0)  # the reader of our output has seen enough

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
@@ -21,14 +22,36 @@ def for_people() -> bool:
 def show(value: Any, columns: Sequence[tuple[str, str]], *, as_json: bool = False) -> None:
     """Print a dict or a list of dicts: the chosen (title, key) columns on a terminal, all of it as JSON elsewhere."""
     if as_json or not for_people():
-        print(json.dumps(value, indent=2))
+        print_json(value)
         return
     table = Table(box=None, pad_edge=False, header_style="bold")
     for title, _ in columns:
         table.add_column(title, overflow="fold")
     for row in value if isinstance(value, list) else [value]:
-        table.add_row(*(_cell(row.get(key)) for _, key in columns))
+        table.add_row(*(escape(plain(_cell(row.get(key)))) for _, key in columns))
     out.print(table)
+
+
+def print_json(value: Any) -> None:
+    print(json.dumps(value, indent=2))
+
+
+def field(name: str, value: Any) -> None:
+    """One line about one thing, on a terminal."""
+    out.print(f"[bold]{escape(name)}[/bold]: {escape(plain(str(value)))}", highlight=False)
+
+
+def complain(about: str, message: str, hint: str | None = None) -> None:
+    """Tell of a failure, and what to do about it."""
+    about, message = escape(plain(about)), escape(plain(message))
+    err.print(f"[bold red]{about}:[/bold red] {message}", highlight=False, soft_wrap=True)
+    if hint:
+        err.print(f"[dim]hint: {escape(plain(hint))}[/dim]", highlight=False, soft_wrap=True)
+
+
+def plain(text: str) -> str:
+    """*text* without what a terminal obeys: a guest writes it, and may not move the cursor or set a title."""
+    return "".join(one if one.isprintable() or one in "\t\n" else "\N{REPLACEMENT CHARACTER}" for one in text)
 
 
 def say(message: str) -> None:

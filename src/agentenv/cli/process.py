@@ -7,6 +7,7 @@ from a thread, since the stream of output is busy.
 import base64
 import fcntl
 import os
+import re
 import select
 import shutil
 import signal
@@ -19,12 +20,22 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from types import FrameType
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Final
 
-from agentenv.cli.client import CliError, SandboxClient
+from agentenv.cli.client import USAGE, CliError, SandboxClient
 
 INPUT_CHUNK_BYTES = 32 << 10
-SIGNAL_EXIT = {"signal: killed": 137, "signal: terminated": 143, "signal: interrupt": 130}
+# What agents call signals 1 to 31; any of them may also come as "signal N".
+SIGNAL_TEXTS: Final = (
+    "hangup", "interrupt", "quit", "illegal instruction", "trace/breakpoint trap", "aborted", "bus error",
+    "floating point exception", "killed", "user defined signal 1", "segmentation fault", "user defined signal 2",
+    "broken pipe", "alarm clock", "terminated", "stack fault", "child exited", "continued", "stopped (signal)",
+    "stopped", "stopped (tty input)", "stopped (tty output)", "urgent I/O condition", "CPU time limit exceeded",
+    "file size limit exceeded", "virtual timer expired", "profiling timer expired", "window changed", "I/O possible",
+    "power failure", "bad system call",
+)  # fmt: skip
+SIGNALS: Final = {text: number for number, text in enumerate(SIGNAL_TEXTS, start=1)}
+REMARKS: Final = (" (core dumped)", " (out of memory)")  # after the name of a signal, any of them
 START, INPUT, CLOSE = "process.Process/Start", "process.Process/SendInput", "process.Process/CloseStdin"
 SIGNAL, UPDATE = "process.Process/SendSignal", "process.Process/Update"
 
@@ -52,7 +63,12 @@ def execute(
             for name, data in event.get("data", {}).items():
                 _write(sys.stderr.buffer if name == "stderr" else sys.stdout.buffer, base64.b64decode(data))
             if "end" in event:
-                return _exit_code(event["end"])
+                return exit_code(event["end"])
+    except BrokenPipeError:
+        # Nobody reads the output any more. On this machine the command would be ended by its next write.
+        if interrupts.pid is not None:
+            sandbox.unary(SIGNAL, {"process": {"pid": interrupts.pid}, "signal": "SIGNAL_SIGTERM"})
+        raise
     finally:
         signal.signal(signal.SIGINT, before)
     raise CliError("the sandbox did not say how the command ended")
@@ -77,7 +93,7 @@ class _Interrupts:
 def attach_shell(sandbox: SandboxClient, *, user: str | None, shell: str) -> int:
     """An interactive shell on a terminal of its own in the sandbox."""
     if not sys.stdin.isatty():
-        raise CliError("a shell needs a terminal", hint="use `aenv exec` in scripts", code=2)
+        raise CliError("a shell needs a terminal", hint="use `aenv exec` in scripts", code=USAGE)
     request = {
         "process": _process([shell, "-i", "-l"], None, {"TERM": os.environ.get("TERM", "xterm-256color")}),
         "pty": {"size": _size()},
@@ -99,7 +115,7 @@ def _attached(sandbox: SandboxClient, request: dict[str, Any], user: str | None)
             _write(sys.stdout.buffer, base64.b64decode(data))
         if "end" in event:
             done.set()
-            return _exit_code(event["end"])
+            return exit_code(event["end"])
     raise CliError("the sandbox did not say how the shell ended")
 
 
@@ -159,10 +175,20 @@ def _write(stream: BinaryIO, data: bytes) -> None:
     stream.flush()
 
 
-def _exit_code(end: dict[str, Any]) -> int:
+def exit_code(end: dict[str, Any]) -> int:
+    """What a shell would report for the *end* event of a process: its code, or 128 + N if signal N ended it.
+
+    128 where the agent names no signal that we know.
+    """
     if end.get("exited", False):
         return int(end.get("exitCode", 0))
-    return SIGNAL_EXIT.get(str(end.get("status")), 128)
+    text = str(end.get("status") or end.get("error") or "").removeprefix("signal: ")
+    for remark in (*REMARKS, *REMARKS):  # both may be there, in either order
+        text = text.removesuffix(remark)
+    if text in SIGNALS:
+        return 128 + SIGNALS[text]
+    match = re.fullmatch(r"signal ([0-9]{1,2})", text)
+    return 128 + int(match[1]) if match else 128
 
 
 def _in_thread(work: Callable[[], Any]) -> None:
@@ -171,7 +197,7 @@ def _in_thread(work: Callable[[], Any]) -> None:
     def run() -> None:
         try:
             work()
-        except CliError:
+        except (CliError, RuntimeError):  # httpx raises the latter once the client is closed, since we are leaving
             return
 
     threading.Thread(target=run, daemon=True).start()

@@ -1,16 +1,16 @@
 """Commands on sandboxes."""
 
-import json
 import re
 from typing import Annotated, Any
 from urllib.parse import quote, urlencode
 
+import httpx
 import typer
 
 from agentenv.cli import process
-from agentenv.cli.client import CliError
+from agentenv.cli.client import USAGE, CliError, told
 from agentenv.cli.context import client_of
-from agentenv.cli.output import for_people, out, say, show, working
+from agentenv.cli.output import complain, field, for_people, out, plain, print_json, say, show, working
 
 COLUMNS = (
     ("SANDBOX", "sandboxID"),
@@ -23,15 +23,15 @@ COLUMNS = (
     ("METADATA", "metadata"),
 )
 Json = Annotated[bool, typer.Option("--json", help="JSON also on a terminal.")]
+COMPLETION_TIMEOUT = httpx.Timeout(2.0)  # of each step; somebody has pressed Tab and waits
 DURATION = re.compile(r"(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s?)?")
 
 
 def complete_sandbox(context: typer.Context, incomplete: str) -> list[str]:
     """Ids of the sandboxes there are; nothing when the server cannot be asked quickly."""
     try:
-        return [
-            s["sandboxID"] for s in client_of(context).pages("/v2/sandboxes") if s["sandboxID"].startswith(incomplete)
-        ]
+        sandboxes = client_of(context).pages("v2", "sandboxes", timeout=COMPLETION_TIMEOUT)
+        return [s["sandboxID"] for s in sandboxes if s["sandboxID"].startswith(incomplete)]
     except CliError:
         return []
 
@@ -87,11 +87,11 @@ def start(
     if not internet:
         body["allow_internet_access"] = False
     with working(f"starting {template}"):
-        sandbox = client_of(context).call("POST", "/v2/sandboxes", json=body)
+        sandbox = client_of(context).call("POST", "v2", "sandboxes", json=body)
     if for_people() and not as_json:
         out.print(sandbox["sandboxID"], highlight=False)
     else:
-        print(json.dumps(sandbox, indent=2))
+        print_json(sandbox)
 
 
 def list_sandboxes(
@@ -105,7 +105,7 @@ def list_sandboxes(
     params = {"state": state} if state else {}
     if wanted := pairs(metadata, "metadata"):
         params["metadata"] = urlencode({quote(k, safe=""): quote(v, safe="") for k, v in wanted.items()})
-    sandboxes = client_of(context).pages("/v2/sandboxes", params)
+    sandboxes = client_of(context).pages("v2", "sandboxes", params=params)
     if quiet:
         for sandbox in sandboxes:
             print(sandbox["sandboxID"])
@@ -115,13 +115,13 @@ def list_sandboxes(
 
 def info(context: typer.Context, sandbox_id: SandboxId, as_json: Json = False) -> None:
     """Show one sandbox."""
-    detail = client_of(context).call("GET", f"/sandboxes/{sandbox_id}")
+    detail = client_of(context).call("GET", "sandboxes", sandbox_id)
     if for_people() and not as_json:
         for key, value in detail.items():
             if value not in (None, "", {}, []):
-                out.print(f"[bold]{key}[/bold]: {value}", highlight=False)
+                field(key, value)
     else:
-        print(json.dumps(detail, indent=2))
+        print_json(detail)
 
 
 def execute(
@@ -137,7 +137,7 @@ def execute(
     if command[:1] == ["--"]:
         command = command[1:]
     if not command:
-        raise CliError("which command?", code=2)
+        raise CliError("which command?", code=USAGE)
     sandbox = client_of(context).sandbox(sandbox_id)
     code = process.execute(sandbox, command, user=user, cwd=cwd, env=pairs(env, "variable"), with_input=stdin)
     raise typer.Exit(code)
@@ -156,14 +156,14 @@ def shell(
 def pause(context: typer.Context, sandbox_id: SandboxId) -> None:
     """Pause a sandbox: memory, processes and files are kept, and cost no CPU or memory."""
     with working("pausing"):
-        client_of(context).call("POST", f"/sandboxes/{sandbox_id}/pause", json={})
+        client_of(context).call("POST", "sandboxes", sandbox_id, "pause", json={})
     say("paused")
 
 
 def resume(context: typer.Context, sandbox_id: SandboxId, timeout: Duration = "5m") -> None:  # type: ignore[assignment]
     """Let a paused sandbox go on; of a running one, only extend its life."""
     with working("resuming"):
-        client_of(context).call("POST", f"/v2/sandboxes/{sandbox_id}/connect", json={"timeout": timeout})
+        client_of(context).call("POST", "v2", "sandboxes", sandbox_id, "connect", json={"timeout": timeout})
     say("running")
 
 
@@ -177,7 +177,7 @@ def fork(
     """Make copies of a running sandbox that go on from the same instant; print their ids."""
     with working(f"forking into {count}"):
         children = client_of(context).call(
-            "POST", f"/sandboxes/{sandbox_id}/fork", json={"count": count, "timeout": timeout}
+            "POST", "sandboxes", sandbox_id, "fork", json={"count": count, "timeout": timeout}
         )
     failed = [child["error"] for child in children if child.get("error")]
     if for_people() and not as_json:
@@ -185,9 +185,9 @@ def fork(
             if child.get("sandbox"):
                 out.print(child["sandbox"]["sandboxID"], highlight=False)
     else:
-        print(json.dumps(children, indent=2))
+        print_json(children)
     for error in failed:
-        say(f"[red]a child failed:[/red] {error.get('message')}")
+        complain("a child failed", *told(error))
     if failed:
         raise typer.Exit(1)
 
@@ -198,18 +198,22 @@ def timeout(
     duration: Annotated[int, typer.Argument(parser=parse_duration, help="From now: 90, 5m, 1h30m.")],
 ) -> None:
     """Set when a sandbox ends, earlier or later than now planned."""
-    client_of(context).call("POST", f"/sandboxes/{sandbox_id}/timeout", json={"timeout": duration})
+    client_of(context).call("POST", "sandboxes", sandbox_id, "timeout", json={"timeout": duration})
 
 
 def logs(
     context: typer.Context,
     sandbox_id: SandboxId,
     limit: Annotated[int, typer.Option("--limit", "-n", min=1, max=1000, help="At most this many lines.")] = 200,
+    as_json: Json = False,
 ) -> None:
-    """Print the last lines of a sandbox's console."""
-    answer = client_of(context).call("GET", f"/sandboxes/{sandbox_id}/logs", params={"limit": limit})
+    """Print the last lines of a sandbox's console: text on a terminal, a JSON list elsewhere."""
+    answer = client_of(context).call("GET", "sandboxes", sandbox_id, "logs", params={"limit": limit})
+    if as_json or not for_people():
+        print_json(answer["logEntries"])
+        return
     for entry in answer["logEntries"]:
-        print(f"{entry['timestamp']} {entry['level']:5} {entry['message']}")
+        print(f"{entry['timestamp']} {entry['level']:5} {plain(entry['message'])}")
 
 
 def delete(
@@ -225,17 +229,16 @@ def delete(
     chosen = list(sandbox_ids or [])
     if everything or metadata:
         wanted = pairs(metadata, "metadata")
-        chosen += [
-            s["sandboxID"] for s in client.pages("/v2/sandboxes") if wanted.items() <= (s.get("metadata") or {}).items()
-        ]
+        found = client.pages("v2", "sandboxes")
+        chosen += [one["sandboxID"] for one in found if wanted.items() <= (one.get("metadata") or {}).items()]
     if not chosen and not everything and not metadata:
-        raise CliError("which sandbox?", hint="give ids, --metadata NAME=VALUE or --all", code=2)
+        raise CliError("which sandbox?", hint="give ids, --metadata NAME=VALUE or --all", code=USAGE)
     failures = 0
-    for sandbox_id in chosen:
+    for sandbox_id in dict.fromkeys(chosen):
         try:
-            client.call("DELETE", f"/sandboxes/{sandbox_id}")
+            client.call("DELETE", "sandboxes", sandbox_id)
         except CliError as error:
-            say(f"[red]{sandbox_id}:[/red] {error.message}")
+            complain(sandbox_id, error.message, error.hint)
             failures += 1
     if failures:
         raise typer.Exit(1)

@@ -9,11 +9,12 @@ from queue import Queue
 from typing import Annotated, Any, cast
 
 import typer
+from rich.markup import escape
 from typer.core import TyperGroup
 
-from agentenv.cli.client import CliError
+from agentenv.cli.client import USAGE, CliError, told
 from agentenv.cli.context import client_of
-from agentenv.cli.output import for_people, out, progress_bar, show, working
+from agentenv.cli.output import for_people, out, print_json, progress_bar, show, working
 from agentenv.cli.sandboxes import Json, SandboxId
 
 TEMPLATE_COLUMNS = (
@@ -56,7 +57,7 @@ def build(
 ) -> None:
     """Build a template from a root filesystem and take its snapshot."""
     if not rootfs.exists():
-        raise CliError(f"{rootfs} does not exist", code=2)
+        raise CliError(f"{rootfs} does not exist", code=USAGE)
     params = {"name": name, "cpuCount": cpu, "memoryMB": memory, "diskSizeMB": disk, "defaultUser": user}
     if init is not None:
         params["init"] = init
@@ -66,30 +67,31 @@ def build(
         task = bar.add_task("sending the root filesystem", total=None)
         headers = {"Content-Type": "application/x-tar"}
         with client_of(context).stream(
-            "POST", "/templates/rootfs", params=params, content=content, headers=headers
+            "POST", "templates", "rootfs", params=params, content=content, headers=headers
         ) as answer:
             for line in answer.iter_lines():
                 event = json.loads(line)
                 if "error" in event:
-                    raise CliError(event["error"]["message"], hint=event["error"].get("hint"))
+                    message, hint = told(event["error"])
+                    raise CliError(message, hint=hint)
                 template = event.get("template", template)
                 if message := event.get("message"):
-                    bar.update(task, description=message, completed=event.get("done"), total=event.get("total"))
+                    bar.update(task, description=escape(message), completed=event.get("done"), total=event.get("total"))
                     if event.get("done") is None:
-                        bar.console.print(f"{event['step']:9} {message}", highlight=False)
+                        bar.console.print(f"{event['step']:9} {message}", highlight=False, markup=False)
     if template is None:
         raise CliError("the server closed the connection before the build was over")
     if for_people():
         out.print(template["templateID"], highlight=False)
     else:
-        print(json.dumps(template, indent=2))
+        print_json(template)
 
 
 @templates.command("list")
 @templates.command("ls", hidden=True)
 def list_templates(context: typer.Context, as_json: Json = False) -> None:
     """List templates."""
-    show(client_of(context).pages("/v2/templates"), TEMPLATE_COLUMNS, as_json=as_json)
+    show(client_of(context).pages("v2", "templates"), TEMPLATE_COLUMNS, as_json=as_json)
 
 
 @templates.command("delete")
@@ -99,7 +101,7 @@ def delete_template(
 ) -> None:
     """Delete templates or snapshots; sandboxes made from them live on."""
     for name in names:
-        client_of(context).call("DELETE", f"/templates/{name}")
+        client_of(context).call("DELETE", "templates", name)
 
 
 @snapshots.command("create")
@@ -111,12 +113,12 @@ def create_snapshot(
     """Keep the live state of a sandbox, which runs on; print the snapshot's id."""
     with working("taking a snapshot"):
         made = client_of(context).call(
-            "POST", f"/sandboxes/{sandbox_id}/snapshots", json={"name": name} if name else {}
+            "POST", "sandboxes", sandbox_id, "snapshots", json={"name": name} if name else {}
         )
     if for_people():
         out.print(made["snapshotID"], highlight=False)
     else:
-        print(json.dumps(made, indent=2))
+        print_json(made)
 
 
 @snapshots.command("list")
@@ -128,7 +130,7 @@ def list_snapshots(
 ) -> None:
     """List snapshots."""
     params = {"sandboxID": sandbox} if sandbox else None
-    show(client_of(context).pages("/snapshots", params), SNAPSHOT_COLUMNS, as_json=as_json)
+    show(client_of(context).pages("snapshots", params=params), SNAPSHOT_COLUMNS, as_json=as_json)
 
 
 snapshots.command("delete")(delete_template)
