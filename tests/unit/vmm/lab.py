@@ -126,7 +126,7 @@ class Lab:
 @contextmanager
 def open_lab(guest: GuestImage) -> Iterator[Lab]:
     """A lab, and proof that nothing of it is left running."""
-    lab = Lab(guest, Path(tempfile.mkdtemp(prefix="aenv-lab-")))
+    lab = Lab(guest, Path(tempfile.mkdtemp(prefix="vmm-lab-")))
     try:
         yield lab
         left = running_below(lab.root)

@@ -154,7 +154,7 @@ class Qemu:
 
 @pytest.fixture
 def qemu() -> Iterator[Qemu]:
-    with tempfile.TemporaryDirectory(prefix="aenv-qmp-") as directory:
+    with tempfile.TemporaryDirectory(prefix="vmm-qmp-") as directory:
         qemu = Qemu(Path(directory, "qmp.sock"))
         yield qemu
         qemu.close()
