@@ -21,7 +21,8 @@ use sys::ready::{Interest, watch};
 use tokio::sync::Notify;
 
 /// How long the kernel may take to stop every task of the workload.
-const FREEZE_LIMIT: Duration = Duration::from_secs(1);
+/// How long a workload may take to stand still where the caller does not say.
+pub(crate) const FREEZE_LIMIT: Duration = Duration::from_secs(1);
 /// Empty leaves kept for the next processes.
 const SPARE_LEAVES: usize = 8;
 
@@ -87,17 +88,18 @@ impl Groups {
     /// Stops every task of the workload and returns when the kernel says they have stopped.
     ///
     /// # Errors
-    /// When it takes longer than a second; the workload then runs on.
-    pub(crate) async fn freeze(&self) -> io::Result<()> {
+    /// When it takes longer than *limit* (a task may wait for the disk, uninterruptibly); the workload then runs on.
+    pub(crate) async fn freeze(&self, limit: Duration) -> io::Result<()> {
         self.frozen.set(true);
-        let frozen = tokio::time::timeout(FREEZE_LIMIT, self.set_frozen(true)).await;
+        let frozen = tokio::time::timeout(limit, self.set_frozen(true)).await;
         match frozen {
             Ok(Ok(())) => Ok(()),
             failed => {
                 let _ = self.write("workload/cgroup.freeze", "0");
                 self.mark_thawed();
                 failed.unwrap_or_else(|_| {
-                    Err(io::Error::new(io::ErrorKind::TimedOut, "the workload did not freeze within a second"))
+                    let text = format!("the workload did not freeze within {} ms", limit.as_millis());
+                    Err(io::Error::new(io::ErrorKind::TimedOut, text))
                 })
             }
         }

@@ -1,6 +1,7 @@
 //! Calls of the node: identity, freezing, power. Guests cannot make them.
 
 use std::rc::Rc;
+use std::time::Duration;
 
 use http_body_util::{BodyExt, LengthLimitError, Limited};
 use hyper::body::Incoming;
@@ -13,11 +14,20 @@ use wire::{json, secret};
 
 use crate::answer::{self, Answer};
 use crate::app::App;
-use crate::cgroup::Groups;
+use crate::cgroup::{FREEZE_LIMIT, Groups};
 use crate::http::drain;
 use crate::{identity, say};
 
 const SECRET_HEADER: &str = "x-agentenv-control";
+const MAX_FREEZE_BYTES: usize = 1024;
+const MAX_FREEZE_LIMIT: Duration = Duration::from_secs(120);
+
+/// The body of `POST /freeze`, which may be left out.
+#[derive(Default, serde::Deserialize)]
+#[serde(default, rename_all = "camelCase")]
+struct FreezeRequest {
+    timeout_ms: Option<u64>,
+}
 
 /// Who makes the first `/init` sets the secret, so that one call is trusted: nothing else has run in the sandbox.
 /// Except that the image's own init may have, which is why it must come from outside.
@@ -74,7 +84,14 @@ pub(crate) async fn freeze(app: Rc<App>, request: Request<Incoming>) -> Answer {
         return refused;
     }
     let Some(groups) = &app.groups else { return no_groups() };
-    match groups.freeze().await {
+    let body = Limited::new(request.into_body(), MAX_FREEZE_BYTES).collect().await;
+    let bytes = body.map(http_body_util::Collected::to_bytes).unwrap_or_default();
+    let wanted: FreezeRequest = match json::parse(if bytes.is_empty() { b"{}" } else { &bytes }) {
+        Ok(wanted) => wanted,
+        Err(failure) => return answer::error(StatusCode::BAD_REQUEST, &failure.message),
+    };
+    let limit = wanted.timeout_ms.map_or(FREEZE_LIMIT, |ms| Duration::from_millis(ms).min(MAX_FREEZE_LIMIT));
+    match groups.freeze(limit).await {
         Ok(()) => answer::empty(StatusCode::NO_CONTENT),
         Err(error) => answer::error(StatusCode::SERVICE_UNAVAILABLE, &error.to_string()),
     }

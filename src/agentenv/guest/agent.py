@@ -24,6 +24,7 @@ from agentenv.model.errors import Bug, DeadlineExceeded, Unavailable
 # later; asking again with a fresh connection is sooner. A guest that is slow to answer gets longer each time.
 FIRST_CONNECT_S: Final = 0.25
 LONGEST_CONNECT_S: Final = 8.0
+FREEZE_ANSWER_S: Final = 1.0  # beyond the limit that the agent was given
 REFUSED_PAUSE_S: Final = 0.01
 
 
@@ -74,7 +75,9 @@ class HttpAgent:
                 return
 
     async def freeze(self, *, timeout_s: float) -> None:
-        await self._ask("POST", "/freeze", timeout_s)
+        # The agent gives up first, and says what would not stand still.
+        limit = {"timeoutMs": int(1000 * timeout_s)}
+        await self._ask("POST", "/freeze", timeout_s + FREEZE_ANSWER_S, body=limit)
 
     async def thaw(self, *, timeout_s: float) -> None:
         await self._ask("POST", "/thaw", timeout_s)
@@ -131,7 +134,15 @@ class HttpAgent:
     async def close(self) -> None:
         await self._exchange.close()
 
-    async def _ask(self, method: str, path: str, timeout_s: float, *, access_token: str | None = None) -> Answer:
+    async def _ask(
+        self,
+        method: str,
+        path: str,
+        timeout_s: float,
+        *,
+        access_token: str | None = None,
+        body: dict[str, Any] | None = None,
+    ) -> Answer:
         """Ask until there is an answer: the agent may be starting again. What is asked here may be asked twice."""
         broken: NotConnected | None = None
         try:
@@ -139,7 +150,12 @@ class HttpAgent:
                 for connect_s in _connect_timeouts():
                     try:
                         answer = await self._exchange.ask(
-                            method, path, secret=self._secret, access_token=access_token, connect_timeout_s=connect_s
+                            method,
+                            path,
+                            secret=self._secret,
+                            access_token=access_token,
+                            body=body,
+                            connect_timeout_s=connect_s,
                         )
                     except NotConnected as error:
                         broken = error
