@@ -50,6 +50,7 @@ class QemuInstance:
         self._run_lock = asyncio.Lock()  # whoever changes whether the guest runs
         self._wants_to_run = False
         self._retrying = False
+        self._disk_errors = 0
         self._ending = False
         self._status_at_start = "inmigrate"
         self._last_words: str | None = None
@@ -96,20 +97,20 @@ class QemuInstance:
         self._status_at_start = "paused"
 
     async def pause(self) -> None:
-        self._check_loaded()
+        self._check_usable()
         async with self._run_lock:
             await self._monitor.execute("stop")
             self._wants_to_run = False
+        self._check_usable()
 
     async def resume(self) -> None:
-        self._check_loaded()
+        self._check_usable()
         async with self._run_lock:
             self._wants_to_run = True
             try:
                 await self._monitor.execute("cont")
-            except Bug as error:
-                if self._ending:
-                    raise Unavailable("the guest has ended itself") from error
+            except Bug:
+                self._check_usable()
                 raise
 
     async def save_device_state(self, path: Path) -> None:
@@ -118,9 +119,10 @@ class QemuInstance:
         QEMU writes into memory and this process into the file: QEMU says no more
         than "I/O error" when a disk is full.
         """
-        self._check_loaded()
+        self._check_usable()
         if await self._status() == "running":
             raise Conflict("device state is saved of a paused VM, and this one runs")
+        self._check_usable()
         memory = os.memfd_create("aenv-device-state", os.MFD_CLOEXEC)
         try:
             await self._save(memory)
@@ -132,7 +134,7 @@ class QemuInstance:
     async def switch_disk(self, target: BlockTarget) -> None:
         if target.format != "qcow2":
             raise Invalid(f"a {target.format} file cannot stand on the present disk", hint="give a qcow2 overlay")
-        self._check_loaded()
+        self._check_usable()
         await to_its_end("switch disk", self._switch_disk(target))
 
     async def log_tail(self) -> str:
@@ -189,9 +191,12 @@ class QemuInstance:
             case _:
                 raise Bug(f"QEMU does not say what it is doing: {answer!r}")
 
-    def _check_loaded(self) -> None:
+    def _check_usable(self) -> None:
         if self._status_at_start in _NO_STATE:
             raise Unavailable("the VMM never got its device state: the server ended while it was starting")
+        # The event comes before the answer to any later command: nobody captures a guest that has powered off.
+        if self._ending:
+            raise Unavailable("the guest has ended itself")
 
     async def _save(self, memory: int) -> None:
         # Reopened: QEMU picks a descriptor of the set by its access mode.
@@ -235,6 +240,7 @@ class QemuInstance:
             case Event("SHUTDOWN" | "GUEST_PANICKED"):
                 self._end_soon()
             case Event("BLOCK_IO_ERROR", {"action": "stop"}):
+                self._disk_errors += 1
                 self._retry_soon()
 
     def _end_soon(self) -> None:
@@ -269,9 +275,12 @@ class QemuInstance:
             while not self._process.has_ended:
                 await asyncio.sleep(_RETRY_S)
                 async with self._run_lock:
-                    if not self._wants_to_run or await self._status() != "io-error":
+                    seen = self._disk_errors
+                    stopped = await self._status() == "io-error"
+                    if stopped and self._wants_to_run:
+                        await self._monitor.execute("cont")
+                    elif seen == self._disk_errors:  # else it was stopped again right after it answered
                         return
-                    await self._monitor.execute("cont")
         except AgentEnvError as error:
             _log.warning("sandbox %s: cannot go on after a disk error: %s", self._plan.sandbox_id, error)
         finally:
