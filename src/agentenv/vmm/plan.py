@@ -128,8 +128,10 @@ def kernel_command_line(plan: VmPlan, engine: Engine) -> str:
         # Until the modules of the real console are loaded, so that a boot that fails early can be explained.
         "earlyprintk=serial,ttyS0",
         "quiet",
-        # A panic ends the VM at once; a hung guest is the agent client's to notice.
+        # A panic ends the VM at once; a hung guest is the agent client's to notice. By triple fault: the
+        # other ways to restart need devices that this machine lacks, and spin on the way through them.
         "panic=-1",
+        "reboot=t",
         "nowatchdog",
         # Huge pages are cleared and captured whole for a few bytes in them.
         "transparent_hugepage=madvise",
