@@ -17,6 +17,7 @@ from agentenv.api.app import create_app
 from agentenv.api.builds import BuildRoutes
 from agentenv.api.later import ROUTES
 from agentenv.api.settings import ApiSettings
+from agentenv.api.upload import Uploads
 from agentenv.model.errors import Unsupported
 from agentenv.model.snapshot import Snapshot
 from agentenv.templates.contract import BuildSpec, Progress
@@ -40,7 +41,7 @@ class NoBuilder:
 
 def build() -> dict[Path, str]:
     """The text of each generated file."""
-    builds = BuildRoutes(NoBuilder(), Path("uploads"))
+    builds = BuildRoutes(NoBuilder(), Uploads(Path("uploads"), reserve_bytes=0, silence_s=1.0))
     app = create_app(FakeNode(), ApiSettings(api_key="x" * 32), builds=builds)
     document = app.openapi()
     spec = yaml.safe_dump(document, sort_keys=False, allow_unicode=True, width=120)

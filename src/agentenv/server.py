@@ -12,6 +12,7 @@ import sys
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from ipaddress import ip_address
 from pathlib import Path
 
 import structlog
@@ -25,6 +26,7 @@ from agentenv.aio.tasks import Tasks
 from agentenv.api.app import create_app
 from agentenv.api.builds import BuildRoutes
 from agentenv.api.settings import ApiSettings
+from agentenv.api.upload import Uploads
 from agentenv.config.resolve import Resolved
 from agentenv.config.schema import Settings
 from agentenv.config.secrets import load_api_key, load_credentials
@@ -38,8 +40,10 @@ from agentenv.network.slots import NetworkSlots
 from agentenv.node.catalogue import Catalogue
 from agentenv.node.collect import Collector
 from agentenv.node.host import Host, NodeSettings
+from agentenv.node.log import log_change
 from agentenv.node.registry import Registry
 from agentenv.node.service import NodeService
+from agentenv.node.statistics import NodeStatistics
 from agentenv.node.timings import Timings
 from agentenv.proxy.app import Proxy
 from agentenv.proxy.inbound.limits import ServerLimits
@@ -62,6 +66,8 @@ def run(resolved: Resolved) -> None:
         log.warning(note)
     if resolved.settings.debug.failpoints:
         REGISTRY.arm_text(resolved.settings.debug.failpoints)
+    if client_domain(resolved.settings) is None:
+        log.warning("clients cannot be told under which names ports are reached: set server.domains")
     raise_descriptor_limit()
     uvloop.run(_serve(resolved.settings))
 
@@ -117,10 +123,13 @@ async def _node(settings: Settings) -> AsyncIterator[tuple[NodeService, Proxy]]:
         opened.push_async_callback(slots.close)
 
         registry = Registry(store)
+        registry.listen(log_change)
         catalogue = Catalogue(store, storage)
         known = [*await store.sandboxes(), *await store.quarantined()]
         credentials = await asyncio.to_thread(load_credentials, settings, in_use=bool(known))
         api_key = await asyncio.to_thread(load_api_key, settings)
+        operations = Operations()
+        metrics.register(NodeStatistics(slots.statistics, operations.statistics, store.statistics))
         host = Host(
             settings=_limits(settings, guest.kernel, guest.initramfs),
             clock=clock,
@@ -133,7 +142,7 @@ async def _node(settings: Settings) -> AsyncIterator[tuple[NodeService, Proxy]]:
             fingerprint=fingerprint,
             agents=HttpAgents(),
             credentials=credentials,
-            operations=Operations(),
+            operations=operations,
             tasks=Tasks("node"),
             timings=Timings(metrics),
             collector=Collector(clock, registry, catalogue, storage),
@@ -142,7 +151,12 @@ async def _node(settings: Settings) -> AsyncIterator[tuple[NodeService, Proxy]]:
         await node.start()
         opened.push_async_callback(node.stop)
 
-        builds = BuildRoutes(TemplateBuilder(host), host.settings.work_dir)
+        uploads = Uploads(
+            host.settings.work_dir,
+            reserve_bytes=settings.sandbox.min_free_disk_mib << 20,
+            silence_s=settings.limits.body_timeout_s,
+        )
+        builds = BuildRoutes(TemplateBuilder(host), uploads)
         api = create_app(node, _api(settings, api_key), builds=builds, registry=metrics, clock=clock)
         proxied = ProxyMetrics(metrics)
         proxy = Proxy(node, api, _proxy(settings, api_key), observe=proxied)
@@ -190,12 +204,32 @@ def _network(settings: Settings) -> NetworkSettings:
 def _api(settings: Settings, api_key: str) -> ApiSettings:
     return ApiSettings(
         api_key=api_key,
-        domain=settings.server.domains[0] if settings.server.domains else None,
+        domain=client_domain(settings),
         max_body_bytes=settings.limits.max_body_bytes,
         body_timeout_s=settings.limits.body_timeout_s,
         cluster_id=settings.node.cluster_id,
         service_instance_id=settings.node.service_instance_id or str(uuid.uuid4()),
     )
+
+
+def client_domain(settings: Settings) -> str | None:
+    """Under which names clients are told to reach ports: ``{port}-{sandbox id}.{domain}``.
+
+    Without one, E2B's clients fall back to the domain of a service that is not this
+    server. So it is ``localhost`` where that leads here: names under it are loopback.
+    None where the server listens on one address that is not, or on a port that is not known yet.
+    """
+    if settings.server.domains:
+        return settings.server.domains[0]
+    host = settings.server.listen_host
+    try:
+        address = ip_address(host)
+    except ValueError:
+        is_here = host == "localhost"
+    else:
+        is_here = address.is_loopback or address.is_unspecified
+    port = settings.server.listen_port
+    return f"localhost:{port}" if is_here and port else None
 
 
 def _proxy(settings: Settings, api_key: str) -> ProxySettings:
@@ -230,3 +264,5 @@ def _set_up_logging(settings: Settings) -> None:
         )
     )
     logging.basicConfig(level=level, handlers=[handler], force=True)
+    for name in ("alembic", "uvicorn"):  # what they say of themselves at every start is no event of a node
+        logging.getLogger(name).setLevel(max(level, logging.WARNING))

@@ -7,8 +7,6 @@ is a line of JSON for each event of the build, the last one with ``template`` or
 
 import asyncio
 import json
-import os
-import tempfile
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,11 +20,9 @@ from agentenv.aio.tasks import spawn
 from agentenv.api import present
 from agentenv.api.endpoints import Answer, Endpoints
 from agentenv.api.errors import fault
-from agentenv.model.errors import Invalid, NoSpace
+from agentenv.api.upload import Uploads
 from agentenv.model.machine import INIT_PATH, Machine
 from agentenv.templates.contract import Builder, BuildEvent, BuildSpec
-
-WRITE_BYTES = 4 << 20
 
 
 class RootfsQuery(BaseModel):
@@ -45,9 +41,9 @@ class RootfsQuery(BaseModel):
 
 
 class BuildRoutes:
-    """Builds by *builder*; uploads are kept in *uploads* until their build is over."""
+    """Builds by *builder* from *uploads*, each kept until its build is over."""
 
-    def __init__(self, builder: Builder, uploads: Path) -> None:
+    def __init__(self, builder: Builder, uploads: Uploads) -> None:
         self._builder = builder
         self._uploads = uploads
 
@@ -55,43 +51,18 @@ class BuildRoutes:
         endpoints.add(
             "POST", "/templates/rootfs", self.build,
             Answer(200, description="A line of JSON for each event; the last has `template` or `error`."),
-            tag="templates", summary="Build a template from a root filesystem (a tar as the body)", problems=(400,),
+            tag="templates", summary="Build a template from a root filesystem (a tar as the body)",
+            problems=(400, 408, 413, 507),
         )  # fmt: skip
 
     async def build(self, request: Request, query: Annotated[RootfsQuery, Query()]) -> Response:
         machine = Machine(query.cpu_count, query.memory_mib, query.disk_mib)
         spec = BuildSpec(query.name, machine, default_user=query.default_user, init=query.init)
         self._builder.check(spec)
-        archive = await self._receive(request)
+        archive = await self._uploads.receive(request)
         events: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
         spawn(f"build {spec.name}", self._run(spec, archive, events))
         return StreamingResponse(_lines(events), media_type="application/x-ndjson")
-
-    async def _receive(self, request: Request) -> Path:
-        """The body as a file; removed again if it does not arrive whole."""
-        await asyncio.to_thread(self._uploads.mkdir, parents=True, exist_ok=True)
-        descriptor, name = await asyncio.to_thread(tempfile.mkstemp, dir=self._uploads, prefix="rootfs-")
-        path = Path(name)
-        whole = False
-        try:
-            pending = bytearray()
-            async for chunk in request.stream():
-                pending += chunk
-                if len(pending) >= WRITE_BYTES:
-                    await asyncio.to_thread(_write, descriptor, bytes(pending))
-                    pending.clear()
-            await asyncio.to_thread(_write, descriptor, bytes(pending))
-            whole = True
-        except OSError as error:
-            raise NoSpace(f"the root filesystem cannot be stored: {error.strerror}") from error
-        finally:
-            os.close(descriptor)
-            if not whole:
-                await asyncio.to_thread(path.unlink, missing_ok=True)
-        if not await asyncio.to_thread(_size, path):
-            await asyncio.to_thread(path.unlink, missing_ok=True)
-            raise Invalid("the request has no body", hint="send a tar of the root filesystem")
-        return path
 
     async def _run(self, spec: BuildSpec, archive: Path, events: asyncio.Queue[dict[str, Any] | None]) -> None:
         def say(event: BuildEvent) -> None:
@@ -122,13 +93,3 @@ class BuildRoutes:
 async def _lines(events: asyncio.Queue[dict[str, Any] | None]) -> AsyncIterator[bytes]:
     while (event := await events.get()) is not None:
         yield json.dumps(event).encode() + b"\n"
-
-
-def _write(descriptor: int, data: bytes) -> None:
-    view = memoryview(data)
-    while view:
-        view = view[os.write(descriptor, view) :]
-
-
-def _size(path: Path) -> int:
-    return path.stat().st_size

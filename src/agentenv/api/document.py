@@ -25,8 +25,9 @@ _ABOUT: Final = """
 Sandboxes, one microVM each, behind the API of E2B. Times to live are in seconds, memory and disk sizes in MiB
 (`memoryMB`, `diskSizeMB`), timestamps RFC 3339 in UTC.
 
-**Errors.** Every answer that is not a 2xx is `{"code", "message", "error_code"}`; `code` is the HTTP status. 503 and
-504 carry `Should-Retry: false` where sending the request again could do it twice; after a 429 nothing was taken.
+**Errors.** Every answer that is not a 2xx is `{"code", "message", "error_code"}`; `code` is the HTTP status. `hint` is
+there as well if something can be done about it. 503 and 504 carry `Should-Retry: false` where sending the request again
+could do it twice; after a 429 nothing was taken.
 
 **Input.** Fields that are not documented are refused with 400, and so are values of the wrong type, duplicate keys and
 unknown query parameters. Fields of E2B that this release lacks are accepted while they are empty.
@@ -43,7 +44,15 @@ the exact state.
 created or deleted, and nothing is shown twice or left out.
 
 **Creating once.** A create with an `Idempotency-Key` that was used in the last 24 hours, since the server started,
-answers with the sandbox of the first; with another body it is a 422.
+answers with the sandbox of the first; with another body it is a 422. If that sandbox has been deleted since, the key is
+new again and the create makes another.
+
+**Healthy pauses.** A pause with `requireHealthyGuest` asks the agent first. If it does not answer, the sandbox runs on
+and the answer is a 503 with `error_code` `sandbox_snapshot_guest_agent_unresponsive`, which E2B's clients raise as
+their error for it; they take every 409 of a pause to mean that it was paused already.
+
+**Ports.** `domain` is the first of `server.domains`. Without one it is `localhost` with the server's port, if the
+server listens on loopback or on every address, and null if it listens on one other address only.
 """.strip()
 
 

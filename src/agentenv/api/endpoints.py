@@ -30,10 +30,13 @@ _PROBLEMS: Final[Mapping[int, str]] = {
     400: "The request can never succeed as it stands.",
     401: "No API key, a wrong one, or more than one.",
     404: "There is no such thing.",
+    408: "Nothing of the body has come for too long.",
     409: "It is in a state in which this cannot be done.",
+    413: "The body is longer than this server could ever keep.",
     422: "The Idempotency-Key was used with another request.",
     501: "Not in this release.",
     503: "The other side does not answer. `Should-Retry: false` if sending it again could do it twice.",
+    507: "The disk is full, but for what is kept in reserve.",
 }
 _ANY_PROBLEM: Final = (
     "Any other error: 405, 408 slow body, 413 long body, 415, 429 nothing left to give, 500, 504 deadline, "

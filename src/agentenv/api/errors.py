@@ -1,7 +1,8 @@
 """Every error leaves in one envelope, and this table is the only place that turns a kind into a status.
 
-``{"code": <the HTTP status>, "message": <sentence>, "error_code": <kind>}``: E2B's
-clients need the first two on every answer that is not a 2xx, and decide by `code`.
+``{"code": <the HTTP status>, "message": <sentence>, "error_code": <kind>}``, and ``hint``
+where there is one: what the reader may do about it. E2B's clients need the first two on
+every answer that is not a 2xx, and decide by `code`.
 """
 
 import json
@@ -47,8 +48,16 @@ class HttpError(AgentEnvError):
         headers: sent with it.
     """
 
-    def __init__(self, status: int, error_code: str, message: str, *, headers: Mapping[str, str] | None = None) -> None:
-        super().__init__(message)
+    def __init__(
+        self,
+        status: int,
+        error_code: str,
+        message: str,
+        *,
+        headers: Mapping[str, str] | None = None,
+        hint: str | None = None,
+    ) -> None:
+        super().__init__(message, hint=hint)
         self.status = status
         self.error_code = error_code
         self.headers = headers or {}
@@ -61,18 +70,19 @@ class Fault:
     code: int
     message: str
     error_code: str
+    hint: str | None = None
 
     def body(self) -> dict[str, object]:
-        return {"code": self.code, "message": self.message, "error_code": self.error_code}
+        told: dict[str, object] = {"code": self.code, "message": self.message, "error_code": self.error_code}
+        return told if self.hint is None else told | {"hint": self.hint}
 
 
 def fault(error: BaseException) -> Fault:
     """What to tell a client. Anything that is not one of our kinds is a bug: logged whole, told only as an id."""
     if isinstance(error, HttpError):
-        return Fault(error.status, error.message, error.error_code)
+        return Fault(error.status, error.message, error.error_code, error.hint)
     if isinstance(error, AgentEnvError) and error.kind in STATUS and not isinstance(error, Bug):
-        message = error.message if error.hint is None else f"{error.message}; {error.hint}"
-        return Fault(STATUS[error.kind], message, error.kind)
+        return Fault(STATUS[error.kind], error.message, error.kind, error.hint)
     error_id = secrets.token_hex(8)
     _log.error("internal error %s", error_id, exc_info=error)
     return Fault(500, f"internal error {error_id}; the server's log says more under this id", "bug")

@@ -38,8 +38,12 @@ class Replays(Generic[T]):
         self._keep_s = keep_s
         self._outcomes: OrderedDict[str, _Outcome[T]] = OrderedDict()
 
-    async def run(self, key: str, digest: bytes, work: Callable[[], Awaitable[T]]) -> tuple[T, bool]:
+    async def run(
+        self, key: str, digest: bytes, work: Callable[[], Awaitable[T]], *, is_current: Callable[[T], bool]
+    ) -> tuple[T, bool]:
         """The outcome of *work*, or of the earlier call with *key*, waited for if need be; and whether it is replayed.
+
+        An earlier outcome that *is_current* denies is forgotten, key and all.
 
         Raises `Invalid` for a key that cannot be one, `HttpError` 422 if the earlier call
         was for another *digest*, `Exhausted` if *capacity* calls are in progress.
@@ -48,6 +52,9 @@ class Replays(Generic[T]):
             raise Invalid("Idempotency-Key must be 1 to 255 letters, digits, underscores and hyphens")
         self._expire()
         earlier = self._outcomes.get(key)
+        if earlier is not None and earlier.future.done() and not is_current(earlier.future.result()):
+            del self._outcomes[key]
+            earlier = None
         if earlier is not None:
             if earlier.digest != digest:
                 message = "this Idempotency-Key was used with another request"

@@ -1,5 +1,7 @@
 """What can be done to one sandbox: pause, resume, connect, fork, snapshot, its time to live and its network."""
 
+from typing import Final
+
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -21,9 +23,12 @@ from agentenv.api.requests import (
 )
 from agentenv.api.responses import ForkResult, SandboxShape, SnapshotShape
 from agentenv.api.settings import ApiSettings
+from agentenv.model.errors import DeadlineExceeded, Unavailable
 from agentenv.model.lifecycle import State
 from agentenv.model.sandbox import Forked, Sandbox
 from agentenv.node.contract import Node
+
+GUEST_UNRESPONSIVE: Final = "sandbox_snapshot_guest_agent_unresponsive"  # E2B's word, which its clients look for
 
 
 class LifecycleRoutes:
@@ -98,9 +103,22 @@ class LifecycleRoutes:
     async def pause(self, request: Request, sandbox_id: str) -> Response:
         asked = parse_body(Pause, await read_body(request, self._settings), required=False)
         if asked.require_healthy_guest and self._node.get(sandbox_id).state is State.RUNNING:
-            await self._node.metrics(sandbox_id)  # any answer of the agent will do
+            await self._require_agent(sandbox_id)
         await self._node.pause(sandbox_id)
         return present.no_content()
+
+    async def _require_agent(self, sandbox_id: str) -> None:
+        try:
+            await self._node.metrics(sandbox_id)  # any answer of the agent will do
+        except (Unavailable, DeadlineExceeded) as error:
+            # Not a 409: to E2B's clients any 409 of a pause says "paused already". Nor is it asked at once again.
+            raise HttpError(
+                503,
+                GUEST_UNRESPONSIVE,
+                f"the sandbox is not paused: {error.message}",
+                headers={"Should-Retry": "false"},
+                hint="pause it without requireHealthyGuest, or delete it",
+            ) from error
 
     async def resume(self, request: Request, sandbox_id: str) -> Response:
         asked = parse_body(Resume, await read_body(request, self._settings), required=False)

@@ -23,6 +23,7 @@ class Error(Shape):
     code: int = Field(description="The HTTP status.", examples=[404])
     message: str = Field(examples=["no such sandbox"])
     error_code: str = Field(description="What kind of error it is; messages may change, this does not.")
+    hint: str | None = Field(None, description="What may be done about it; absent if there is nothing to say.")
 
 
 class SandboxShape(Shape):

@@ -26,7 +26,7 @@ _CREATE_PROBLEMS: Final = (404, 409, 422, 503)
 _KEY_PARAMETER: Final = {
     "name": "Idempotency-Key",
     "in": "header",
-    "description": "A second create with the same key answers with the sandbox of the first.",
+    "description": "A second create with the same key answers with the sandbox of the first, while that exists.",
     "schema": {"type": "string", "pattern": "^[A-Za-z0-9_-]{1,255}$"},
 }
 
@@ -90,11 +90,20 @@ class SandboxRoutes:
             raise Invalid("more than one Idempotency-Key header")
         else:
             digest = hashlib.sha256(request.scope["path"].encode() + b"\0" + raw).digest()
-            sandbox, replayed = await self._replays.run(keys[0], digest, lambda: self._node.create(asked))
+            sandbox, replayed = await self._replays.run(
+                keys[0], digest, lambda: self._node.create(asked), is_current=self._exists
+            )
             if replayed:
                 self._metrics.replays.inc()
         document = present.sandbox(sandbox, self._node.tokens(sandbox), self._settings)
         return present.json_response(document, 201, {_ID_HEADER: sandbox.id})
+
+    def _exists(self, sandbox: Sandbox) -> bool:
+        try:
+            self._node.get(sandbox.id)
+        except NotFound:
+            return False
+        return True
 
     async def list_running(self, query: Annotated[queries.RunningSandboxes, Query()]) -> Response:
         chosen = queries.SandboxFilter.running(query)

@@ -19,7 +19,8 @@ def refused(answer: httpx.Response, status: int, error_code: str) -> str:
     assert answer.status_code == status, answer.text
     assert answer.headers["content-type"] == "application/json"
     told: dict[str, Any] = answer.json()
-    assert set(told) == {"code", "message", "error_code"}
+    assert set(told) - {"hint"} == {"code", "message", "error_code"}
+    assert isinstance(told.get("hint", ""), str)
     assert told["code"] == status
     assert told["error_code"] == error_code
     assert isinstance(told["message"], str)

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -14,15 +15,18 @@ from starlette.types import Message
 from agentenv.api.app import create_app
 from agentenv.api.builds import BuildRoutes
 from agentenv.api.settings import ApiSettings
+from agentenv.api.upload import Space, Uploads
 from agentenv.model.errors import Invalid, NoSpace
 from agentenv.model.machine import Machine
 from agentenv.model.snapshot import Snapshot
+from agentenv.proxy.inbound.serve import http_server
 from agentenv.templates.contract import BuildEvent, BuildSpec, Progress
 from agentenv.testing.clock import START
 from agentenv.testing.node import FakeNode
-from tests.unit.api.client import connect, refused
+from tests.unit.api.client import KEY, connect, refused
 from tests.unit.api.test_edge import request_scope
 
+RESERVE = 1 << 30
 ARCHIVE = b"not really a tar" * 1000
 
 
@@ -53,8 +57,14 @@ def builder(node: FakeNode) -> FakeBuilder:
 
 
 @pytest.fixture
-def app(node: FakeNode, settings: ApiSettings, builder: FakeBuilder, tmp_path: Path) -> FastAPI:
-    return create_app(node, settings, builds=BuildRoutes(builder, tmp_path))
+def space() -> Space:
+    return Space(total=100 << 30, free=50 << 30)
+
+
+@pytest.fixture
+def app(node: FakeNode, settings: ApiSettings, builder: FakeBuilder, space: Space, tmp_path: Path) -> FastAPI:
+    uploads = Uploads(tmp_path, reserve_bytes=RESERVE, silence_s=60.0, space=lambda _: space)
+    return create_app(node, settings, builds=BuildRoutes(builder, uploads))
 
 
 def lines(answer: httpx.Response) -> list[dict[str, Any]]:
@@ -93,7 +103,7 @@ async def test_a_build_that_fails_ends_with_the_error(
 
     *_, outcome = lines(await api.post("/templates/rootfs?name=mine", content=ARCHIVE))
 
-    assert set(outcome["error"]) == {"code", "message", "error_code"}
+    assert set(outcome["error"]) - {"hint"} == {"code", "message", "error_code"}
     assert "secret" not in str(outcome)
     assert list(tmp_path.iterdir()) == []
 
@@ -196,3 +206,20 @@ async def test_a_client_that_leaves_after_the_upload_leaves_the_build_going(
     await running
 
     assert node.find_snapshot("mine").names == ("mine",)
+
+
+async def test_a_client_in_the_middle_of_too_long_an_upload_reads_why(app: FastAPI, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        server = http_server(app)
+        serving = asyncio.create_task(server.serve(sockets=[listener]))
+        reader, writer = await asyncio.open_connection(*listener.getsockname())
+        head = f"POST /templates/rootfs?name=x HTTP/1.1\r\nHost: x\r\nX-API-Key: {KEY}\r\nContent-Length: {60 << 30}"
+        writer.write(head.encode() + b"\r\n\r\n" + ARCHIVE)
+
+        answer = await reader.readuntil(b"\r\n\r\n")
+        assert answer.startswith(b"HTTP/1.1 507 ")
+        assert b'"error_code": "no_space"' in await reader.readuntil(b"}")
+        writer.close()
+        server.should_exit = True
+        await serving
+    assert list(tmp_path.iterdir()) == []

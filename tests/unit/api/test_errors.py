@@ -40,10 +40,17 @@ async def test_a_kind_that_the_node_raises_becomes_its_status(
     refused(answer, status, error.kind)
 
 
-def test_a_hint_ends_the_message() -> None:
-    told = fault(errors.NotFound("no template 'x'", hint="build it first"))
+async def test_a_hint_is_beside_the_message(api: httpx.AsyncClient, node: FakeNode) -> None:
+    node.failures["create"] = errors.NotFound("no template 'x'", hint="build it first")
 
-    assert told.message == "no template 'x'; build it first"
+    answer = await api.post("/sandboxes", json={"templateID": "base"})
+
+    assert refused(answer, 404, "not_found") == "no template 'x'"
+    assert answer.json()["hint"] == "build it first"
+
+
+def test_without_a_hint_there_is_no_such_field() -> None:
+    assert "hint" not in fault(errors.NotFound("no template 'x'")).body()
 
 
 @pytest.mark.parametrize("error", [RuntimeError("secret path /root"), errors.Bug("secret path /root")])

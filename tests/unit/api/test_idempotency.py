@@ -16,6 +16,10 @@ BODY = {"templateID": "base"}
 KEYED = {"Idempotency-Key": "once-1"}
 
 
+def kept(_: object) -> bool:
+    return True
+
+
 async def test_the_second_create_answers_with_the_sandbox_of_the_first(api: httpx.AsyncClient, node: FakeNode) -> None:
     first = await api.post("/v2/sandboxes", json=BODY, headers=KEYED)
     second = await api.post("/v2/sandboxes", json=BODY, headers=KEYED)
@@ -35,6 +39,29 @@ async def test_a_second_create_waits_for_the_first(api: httpx.AsyncClient, node:
 
     assert first.json() == second.json()
     assert len(node.asked) == 1
+
+
+async def test_a_sandbox_that_was_deleted_is_not_replayed(api: httpx.AsyncClient, node: FakeNode) -> None:
+    first = (await api.post("/v2/sandboxes", json=BODY, headers=KEYED)).json()["sandboxID"]
+    await api.delete(f"/sandboxes/{first}")
+
+    second = (await api.post("/v2/sandboxes", json=BODY, headers=KEYED)).json()["sandboxID"]
+    third = (await api.post("/v2/sandboxes", json=BODY, headers=KEYED)).json()["sandboxID"]
+
+    assert second == third != first
+    assert [one.id for one in node.sandboxes()] == [second]
+
+
+async def test_a_key_whose_sandbox_was_deleted_may_serve_another_request(
+    api: httpx.AsyncClient, node: FakeNode
+) -> None:
+    first = (await api.post("/v2/sandboxes", json=BODY, headers=KEYED)).json()["sandboxID"]
+    await api.delete(f"/sandboxes/{first}")
+
+    other = await api.post("/v2/sandboxes", json=BODY | {"timeout": 5}, headers=KEYED)
+
+    assert other.status_code == 201
+    assert len(node.asked) == 2
 
 
 async def test_a_key_belongs_to_one_request(api: httpx.AsyncClient, node: FakeNode) -> None:
@@ -77,11 +104,11 @@ async def test_a_key_is_forgotten_in_the_end(clock: JumpingClock) -> None:
     async def work() -> int:
         return next(outcomes)
 
-    assert await replays.run("key", b"", work) == (0, False)
+    assert await replays.run("key", b"", work, is_current=kept) == (0, False)
     await clock.advance(KEEP_S - 1)
-    assert await replays.run("key", b"", work) == (0, True)
+    assert await replays.run("key", b"", work, is_current=kept) == (0, True)
     await clock.advance(1)
-    assert await replays.run("key", b"", work) == (1, False)
+    assert await replays.run("key", b"", work, is_current=kept) == (1, False)
 
 
 async def test_the_oldest_outcome_makes_room_and_one_in_progress_does_not(clock: JumpingClock) -> None:
@@ -95,15 +122,15 @@ async def test_the_oldest_outcome_makes_room_and_one_in_progress_does_not(clock:
     async def quick() -> str:
         return "quick"
 
-    waiting = [asyncio.create_task(replays.run("a", b"", stalled))]
+    waiting = [asyncio.create_task(replays.run("a", b"", stalled, is_current=kept))]
     await asyncio.sleep(0)
-    assert await replays.run("b", b"", quick) == ("quick", False)
-    assert await replays.run("c", b"", quick) == ("quick", False)
-    assert await replays.run("b", b"", quick) == ("quick", False), "b made room for c"
-    waiting.append(asyncio.create_task(replays.run("d", b"", stalled)))
+    assert await replays.run("b", b"", quick, is_current=kept) == ("quick", False)
+    assert await replays.run("c", b"", quick, is_current=kept) == ("quick", False)
+    assert await replays.run("b", b"", quick, is_current=kept) == ("quick", False), "b made room for c"
+    waiting.append(asyncio.create_task(replays.run("d", b"", stalled, is_current=kept)))
     await asyncio.sleep(0)
     with pytest.raises(Exhausted):
-        await replays.run("e", b"", quick)
+        await replays.run("e", b"", quick, is_current=kept)
     going.set()
     assert [one for one, _ in await asyncio.gather(*waiting)] == ["stalled", "stalled"]
 
@@ -116,7 +143,7 @@ async def test_all_who_wait_for_a_create_learn_that_it_failed(clock: JumpingCloc
         await going.wait()
         raise Unavailable("no")
 
-    both = [asyncio.create_task(replays.run("key", b"", fail)) for _ in range(2)]
+    both = [asyncio.create_task(replays.run("key", b"", fail, is_current=kept)) for _ in range(2)]
     await asyncio.sleep(0)
     going.set()
 
@@ -133,9 +160,9 @@ async def test_a_mismatch_does_not_wait(clock: JumpingClock) -> None:
         await going.wait()
         return 1
 
-    first = asyncio.create_task(replays.run("key", b"1", work))
+    first = asyncio.create_task(replays.run("key", b"1", work, is_current=kept))
     await asyncio.sleep(0)
     with pytest.raises(HttpError):
-        await replays.run("key", b"2", work)
+        await replays.run("key", b"2", work, is_current=kept)
     going.set()
     assert await first == (1, False)

@@ -6,7 +6,7 @@ from typing import Any
 import httpx
 import pytest
 
-from agentenv.model.errors import NotFound, Unavailable
+from agentenv.model.errors import DeadlineExceeded, NotFound, Unavailable
 from agentenv.model.lifecycle import State
 from agentenv.model.policy import IngressPolicy
 from agentenv.model.sandbox import OnTimeout
@@ -46,11 +46,17 @@ async def test_pause_answers_204_and_409_when_paused_already(
     assert node.get(sandbox.id).state is State.PAUSED
 
 
-async def test_pause_can_ask_for_a_guest_that_answers(api: httpx.AsyncClient, node: FakeNode) -> None:
+@pytest.mark.parametrize("silence", [Unavailable("the agent is gone"), DeadlineExceeded("the agent is silent")])
+async def test_pause_can_ask_for_a_guest_that_answers(
+    api: httpx.AsyncClient, node: FakeNode, silence: Exception
+) -> None:
     sandbox = node.add_sandbox()
-    node.failures["metrics"] = Unavailable("the agent does not answer")
+    node.failures["metrics"] = silence
 
-    refused(await api.post(f"/sandboxes/{sandbox.id}/pause", json={"requireHealthyGuest": True}), 503, "unavailable")
+    unhealthy = await api.post(f"/sandboxes/{sandbox.id}/pause", json={"requireHealthyGuest": True})
+
+    assert str(silence) in refused(unhealthy, 503, "sandbox_snapshot_guest_agent_unresponsive")
+    assert unhealthy.headers["should-retry"] == "false"
     assert node.get(sandbox.id).state is State.RUNNING
     assert (await api.post(f"/sandboxes/{sandbox.id}/pause", json={})).status_code == 204
     refused(await api.post(f"/sandboxes/{sandbox.id}/pause", json={"requireHealthyGuest": True}), 409, "conflict")
