@@ -22,7 +22,7 @@ async def test_the_same_path_is_the_guests_or_the_control_apis_by_its_head() -> 
         assert world.seen == [(Via.HEADER, "GET", 204)]
 
 
-@pytest.mark.parametrize("form", ["e2b", "agentenv", "prefix", "host"])
+@pytest.mark.parametrize("form", ["e2b", "agentenv", "prefix", "host", "localhost"])
 @pytest.mark.parametrize("target", ["/", "/a%2Fb/%e2%82%ac?x=%20&y=+&&z", "//double//", "/a/../b/./c", "/q?", "/%00"])
 @on_uvloop
 async def test_every_form_leads_to_the_same_place_with_path_and_query_untouched(form: str, target: str) -> None:
@@ -35,6 +35,7 @@ async def test_every_form_leads_to_the_same_place_with_path_and_query_untouched(
             "agentenv": agentenv,
             "prefix": agentenv,
             "host": b"Host: %d-%b.sbx.example:8000\r\n" % (port, sandbox_id),
+            "localhost": b"Host: %d-%b.localhost:%d\r\n" % (port, sandbox_id, world.port),
         }[form]
         async with world.client() as client:
             answer = await client.ask("/proxy" * (form == "prefix") + target, headers=headers)
