@@ -60,6 +60,15 @@ def _device(path: str) -> Callable[[], str | None]:
     return probe
 
 
+def _static_cc() -> str | None:
+    build = ["gcc", "-static", "-x", "c", "-", "-o", "/dev/null"]
+    try:
+        done = subprocess.run(build, input="int main(void) { return 0; }", capture_output=True, text=True, check=False)
+    except OSError as error:
+        return f"no gcc: {error.strerror}"
+    return None if done.returncode == 0 else f"gcc makes no static programs: {done.stderr.strip()[-200:]}"
+
+
 def _network_namespaces() -> str | None:
     done = subprocess.run(["unshare", "--net", "true"], capture_output=True, text=True, check=False)
     return None if done.returncode == 0 else f"no network namespaces: {done.stderr.strip()}"
@@ -124,6 +133,8 @@ PROBES: Final[Mapping[str, Callable[[], str | None]]] = {
     "mke2fs": _program("mke2fs"),
     "debugfs": _program("debugfs"),
     "cpio": _program("cpio"),
+    "openssl": _program("openssl"),
+    "static-cc": _static_cc,
     "mount": _mount,
     "cgroup2": _cgroup2,
     "pagemap-scan": _pagemap_scan,
