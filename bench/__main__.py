@@ -9,7 +9,7 @@ import importlib
 import sys
 from pathlib import Path
 
-from bench.report import show, write
+from bench.report import Row, show, write
 
 GROUPS = ("node",)
 OUT = Path(__file__).parent / "out/latest.json"
@@ -20,7 +20,8 @@ def main() -> int:
     parser.add_argument("--only", choices=GROUPS, help="one group")
     parser.add_argument("--strict", action="store_true", help="fail on a missed target")
     options = parser.parse_args()
-    rows = []
+    rows: list[Row] = []
+    OUT.unlink(missing_ok=True)  # a run that fails leaves no figures of an older one
     for group in [options.only] if options.only else GROUPS:
         print(f"bench: {group}", file=sys.stderr, flush=True)
         rows += importlib.import_module(f"bench.{group}").run()

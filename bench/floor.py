@@ -6,6 +6,7 @@ for the first answer of its agent's /health. It starts from the very files of th
 server's template (memory, disk, device state), so both restore the same guest.
 """
 
+import array
 import asyncio
 import ctypes
 import json
@@ -14,9 +15,14 @@ import shutil
 import socket
 import subprocess
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from ipaddress import IPv4Address
 from pathlib import Path
 
+import httpx
+
+from agentenv.guest.connect import STREAM_TYPE, encode_frame
 from agentenv.model.ids import SandboxId
 from agentenv.model.machine import BlockTarget
 from agentenv.model.snapshot import Snapshot
@@ -26,26 +32,71 @@ from agentenv.state.sql import SqlStore
 from agentenv.storage.layout import Layout
 from agentenv.vmm.contract import VmPlan
 from agentenv.vmm.plan import Engine, argv
+from bench.metrics import process_cpu_s
 from tests.capabilities import QEMU
 from tests.server import Server
 
 NETNS = "aenv-bench-floor"
 AGENT_PORT = 49983
 FD_SET = "state"
+PAGE = 4096
+IDLE_S = 10.0
+Ask = Callable[..., object]
 
 
-def measure_floor(server: Server, n: int, template: str = "base") -> list[float]:
-    """Milliseconds from spawn to the first answer, *n* times."""
+@dataclass(frozen=True, slots=True)
+class Floor:
+    """What bare QEMU takes on this machine, now. Times in ms; CPU of an idle guest in per cent of a core."""
+
+    answers_ms: list[float]
+    captures_ms: list[float]
+    idle_cpu_pct: float
+
+
+def measure_floor(server: Server, n: int, template: str = "base") -> Floor:
+    """Restore and write down the guest of *template*, *n* times after two to warm up."""
     snapshot = asyncio.run(_snapshot(server, template))
     work = server.home / "floor"
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir()
     _network()
     try:
-        return [_once(server, snapshot, work) for _ in range(n + 2)][2:]
+        runs = [_once(server, snapshot, work) for _ in range(n + 2)][2:]
+        _, _, idle_pct = _once(server, snapshot, work, idle_s=IDLE_S)
+        return Floor([answer for answer, _, _ in runs], [capture for _, capture, _ in runs], idle_pct)
     finally:
         subprocess.run(["ip", "netns", "del", NETNS], check=False)
         shutil.rmtree(work, ignore_errors=True)
+
+
+def direct_starts_ms(server: Server, sandbox_id: str, n: int) -> list[float]:
+    """The same command as the SDK's, asked of the agent itself: no SDK, no proxy, one connection kept open."""
+    address = _answering_address(server)
+    token = server.call("GET", f"/sandboxes/{sandbox_id}")[1]["envdAccessToken"]
+    headers = {"Content-Type": STREAM_TYPE, "X-Access-Token": token}
+    message = {"process": {"cmd": "/bin/bash", "args": ["-l", "-c", "true"]}, "stdin": False}
+    samples = []
+    with httpx.Client(base_url=f"http://{address}:{AGENT_PORT}", headers=headers, timeout=60) as agent:
+        for _ in range(n + 3):
+            start = time.perf_counter()
+            answer = agent.post("/process.Process/Start", content=encode_frame(message))
+            samples.append(1000 * (time.perf_counter() - start))
+            if b'"exited":true' not in answer.content:
+                raise SystemExit(f"floor: the agent did not run the command: {answer.content[:300]!r}")
+    return samples[3:]
+
+
+def _answering_address(server: Server) -> str:
+    """The address of this server's slots at which a guest answers: there is one sandbox now."""
+    lines = subprocess.run(["ip", "-o", "route"], capture_output=True, text=True, check=True).stdout.splitlines()
+    addresses = [line.split()[0] for line in lines if f"dev {server.prefix}" in line]
+    for address in addresses:
+        try:
+            if httpx.get(f"http://{address}:{AGENT_PORT}/health", timeout=2).status_code == 204:
+                return address
+        except httpx.HTTPError:
+            continue
+    raise SystemExit("floor: no guest answers")
 
 
 async def _snapshot(server: Server, name: str) -> Snapshot:
@@ -69,7 +120,8 @@ def _network() -> None:
         subprocess.run(command.split(), check=True)
 
 
-def _once(server: Server, snapshot: Snapshot, work: Path) -> float:
+def _once(server: Server, snapshot: Snapshot, work: Path, *, idle_s: float = 0.0) -> tuple[float, float, float]:
+    """Milliseconds to the first answer and to write the guest down again, and its CPU while idle."""
     layout = Layout(server.home / "storage")
     assert snapshot.capture.disk is not None
     top = layout.layer(snapshot.capture.disk.layers[-1])
@@ -108,15 +160,46 @@ def _once(server: Server, snapshot: Snapshot, work: Path) -> float:
     try:
         with socket.socket(socket.AF_UNIX) as monitor:
             monitor.connect(str(monitor_path))
-            _load(monitor, state)
+            ask = _load(monitor, state)
             _first_answer()
-            return 1000 * (time.perf_counter() - start)
+            answered = time.perf_counter()
+            idle_pct = _idle_pct(process.pid, idle_s) if idle_s else 0.0
+            capturing = time.perf_counter()
+            _write_down(ask, process.pid, layout.layer(memory), work / "capture")
+            captured = time.perf_counter()
+            return 1000 * (answered - start), 1000 * (captured - capturing), idle_pct
     finally:
         process.kill()
         process.wait()
 
 
-def _load(monitor: socket.socket, state: bytes) -> None:
+def _idle_pct(pid: int, seconds: float) -> float:
+    before = process_cpu_s(pid)
+    time.sleep(seconds)  # idling is what is measured
+    return 100 * (process_cpu_s(pid) - before) / seconds
+
+
+def _write_down(ask: Ask, pid: int, image: Path, out: Path) -> None:
+    """Stop the guest, save its device state, copy every page that is its own, and make it durable."""
+    ask("stop")
+    ask("xen-save-devices-state", {"filename": str(out.with_suffix(".state")), "live": False})
+    with Path(f"/proc/{pid}/maps").open() as maps:
+        area = next(line.split()[0] for line in maps if line.rstrip().endswith(str(image)))
+    low, high = (int(part, 16) for part in area.split("-"))
+    with (
+        Path(f"/proc/{pid}/pagemap").open("rb", buffering=0) as pagemap,
+        Path(f"/proc/{pid}/mem").open("rb", buffering=0) as mem,
+        out.open("wb", buffering=0) as copy,
+    ):
+        entries = array.array("Q")
+        entries.frombytes(os.pread(pagemap.fileno(), (high - low) // PAGE * 8, low // PAGE * 8))
+        for index, entry in enumerate(entries):
+            if entry >> 62 and not entry >> 61 & 1:
+                copy.write(os.pread(mem.fileno(), PAGE, low + index * PAGE))
+        os.fsync(copy.fileno())
+
+
+def _load(monitor: socket.socket, state: bytes) -> Ask:
     lines = monitor.makefile("r")
     lines.readline()
 
@@ -141,6 +224,7 @@ def _load(monitor: socket.socket, state: bytes) -> None:
         if isinstance(status, dict) and status.get("status") == "failed":
             raise SystemExit(f"floor: the device state does not load: {status}")
     call("cont")
+    return call
 
 
 def _first_answer() -> None:

@@ -8,15 +8,25 @@ from pathlib import Path
 from tests.server import Server
 
 
-def counter(server: Server, name: str, **labels: str) -> float:
-    """The value of one Prometheus sample of *server*, 0 if there is none yet."""
+def stopped(server: Server, operation: str) -> tuple[int, float]:
+    """How often *operation* has stopped a guest so far, and for how many milliseconds in all."""
     with urllib.request.urlopen(f"{server.url}/metrics", timeout=30) as answer:
         text = answer.read().decode()
-    for line in text.splitlines():
-        match = re.fullmatch(rf"{re.escape(name)}\{{(.*)\}} (\S+)", line)
-        if match and all(f'{key}="{value}"' in match.group(1) for key, value in labels.items()):
-            return float(match.group(2))
-    return 0.0
+    name, labels = "agentenv_guest_stopped_seconds", re.escape(f'{{operation="{operation}"}}')
+    found = {
+        kind: float(match.group(1))
+        for kind in ("count", "sum")
+        if (match := re.search(rf"^{name}_{kind}{labels} (\S+)$", text, re.MULTILINE))
+    }
+    return int(found.get("count", 0)), 1000 * found.get("sum", 0.0)
+
+
+def stopped_ms(server: Server, operation: str, before: tuple[int, float]) -> float:
+    """For how long the one *operation* since *before* stopped its guest. A bench that cannot tell ends here."""
+    count, total_ms = stopped(server, operation)
+    if count != before[0] + 1:
+        raise SystemExit(f"{operation}: the server counted {count - before[0]} stops instead of one")
+    return total_ms - before[1]
 
 
 def process_cpu_s(pid: int) -> float:
