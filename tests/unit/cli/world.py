@@ -137,7 +137,8 @@ class Terminal:
 
 def environment(url: str, home: Path) -> dict[str, str]:
     """What `aenv` is told: a server, a key, and nothing of the person who runs the tests."""
-    return {"PATH": os.environ["PATH"], "HOME": str(home), "AENV_API_URL": url, "AENV_API_KEY": KEY}
+    kept = {name: os.environ[name] for name in ("PATH", "PYTHONPATH") if name in os.environ}
+    return {**kept, "HOME": str(home), "AENV_API_URL": url, "AENV_API_KEY": KEY}
 
 
 def _read(descriptor: int) -> bytes:
