@@ -21,8 +21,23 @@ root=$1
 chroot "$root" useradd --create-home --uid 1000 --shell /bin/bash user
 printf 'user ALL=(ALL:ALL) NOPASSWD: ALL\n' >"$root/etc/sudoers.d/user"
 chmod 0440 "$root/etc/sudoers.d/user"
-# The SDK runs each command in a login shell: that one need not start a process to learn who it is.
-sed -i 's/"$(id -u)"/"${EUID:-$(id -u)}"/' "$root/etc/profile"
+# The SDK runs each command in a login shell: these start no process and read what only a person needs for none but a person.
+cat >"$root/etc/profile" <<'PROFILE'
+if [ "${EUID:-$(id -u)}" -eq 0 ]; then
+  PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin
+else
+  PATH=/usr/local/bin:/usr/bin:/bin:/usr/local/games:/usr/games
+fi
+export PATH
+case $- in *i*) [ -z "${BASH_VERSION-}" ] || . /etc/bash.bashrc ;; esac
+for i in /etc/profile.d/*.sh; do [ ! -r "$i" ] || . "$i"; done
+unset i
+PROFILE
+cat >"$root/home/user/.profile" <<'PROFILE'
+[ ! -d "$HOME/bin" ] || PATH=$HOME/bin:$PATH
+[ ! -d "$HOME/.local/bin" ] || PATH=$HOME/.local/bin:$PATH
+case $- in *i*) [ -z "${BASH_VERSION-}" ] || . "$HOME/.bashrc" ;; esac
+PROFILE
 # What a sandbox writes at start; empty here so that no two sandboxes share what the build had.
 : >"$root/etc/machine-id"
 printf 'sandbox\n' >"$root/etc/hostname"
