@@ -69,7 +69,7 @@ class Vmm(Section):
         "auto", description="auto uses KVM where a probe shows that it runs guests, else software emulation (tcg)."
     )
     tb_size_mib: int = Field(
-        32, ge=8, le=1024, description="Cache of translated code in each sandbox under tcg, in MiB."
+        64, ge=8, le=1024, description="Cache of translated code in each sandbox under tcg, in MiB."
     )
     command_timeout_s: Seconds = Field(10.0, description="For a monitor to carry out one command, in s.")
 
