@@ -7,7 +7,7 @@ file, pin or record that nobody needs, and nothing missing that somebody does.
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -18,7 +18,7 @@ from agentenv.model.lifecycle import State
 from agentenv.model.sandbox import Forked
 from agentenv.node.sweep import sweep
 from agentenv.testing.audit import faults
-from agentenv.testing.host import FakeHost, Trip, World
+from agentenv.testing.host import FakeHost, Trip, World, log_briefly
 
 pytestmark = pytest.mark.fault
 
@@ -126,6 +126,11 @@ class Scene:
     @property
     def was_kept(self) -> bool:
         return len(self.fake.host.catalogue.all()) == 2
+
+
+@pytest.fixture(autouse=True)
+def brief_logs() -> None:
+    log_briefly()
 
 
 @pytest.fixture
@@ -291,16 +296,45 @@ def has_deadline(verb: str, number: int) -> bool:
             return True
 
 
+DEADLINE_S: Final = 987.0  # a length that nothing else takes
+
+
+class Deadlines:
+    """Those of operations: they come when the test says so, however slow the machine is."""
+
+    def __init__(self) -> None:
+        self._timeout = asyncio.timeout
+        self._made: list[asyncio.Timeout] = []
+
+    def __call__(self, delay: float | None) -> asyncio.Timeout:
+        if delay != DEADLINE_S:
+            return self._timeout(delay)
+        self._made.append(self._timeout(None))
+        return self._made[-1]
+
+    def come(self) -> None:
+        now = asyncio.get_running_loop().time()
+        for each in self._made:
+            with suppress(RuntimeError):  # it is over already
+                each.reschedule(now)
+
+
+@pytest.fixture
+def deadlines(monkeypatch: pytest.MonkeyPatch) -> Deadlines:
+    made = Deadlines()
+    monkeypatch.setattr(asyncio, "timeout", made)
+    return made
+
+
 TIMED: Final = [step for step in EACH_STEP if has_deadline(*step)]
 
 
 @pytest.mark.parametrize(("verb", "number"), TIMED, ids=[named(*step) for step in TIMED])
 async def test_a_step_that_hangs_meets_the_deadline_of_its_verb(
-    fakes: Callable[..., Awaitable[FakeHost]], verb: str, number: int
+    fakes: Callable[..., Awaitable[FakeHost]], verb: str, number: int, deadlines: Deadlines
 ) -> None:
-    fake = await fakes()
+    fake = await fakes(operation_timeout_s=DEADLINE_S)
     scene = await Scene(fake, verb).prepare()
-    fake.host.settings = replace(fake.host.settings, operation_timeout_s=0.02)
 
     raised: AgentEnvError | None = None
     answer: object = None
@@ -308,6 +342,7 @@ async def test_a_step_that_hangs_meets_the_deadline_of_its_verb(
         trip = fake.taps.trip(number, Trip())
         acting = asyncio.create_task(scene.act())
         await trip.reached.wait()
+        deadlines.come()
         await cancelled_operation(fake)
         trip.go.set()  # a record that is being written is waited for
         try:

@@ -32,6 +32,8 @@ def _of_one(fake: FakeHost, sandbox: Sandbox) -> Iterator[str]:
         yield "is half-way"
     if sandbox.id in host.live or sandbox.id in host.held:
         yield "holds a VM"
+    if sandbox.id in world.storage._attached:  # noqa: SLF001
+        yield "has memory attached"
     if sandbox.process is not None or sandbox.slot_index is not None:
         yield "its record names a process or a slot"
     if sandbox.state is State.PAUSED and (sandbox.capture is None or sandbox.ends_at is not None):

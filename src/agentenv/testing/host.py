@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, cast
 
+import structlog
 from prometheus_client import CollectorRegistry
 
 from agentenv.aio.operations import Operations
@@ -110,6 +111,8 @@ class Taps:
         self.check()
         number = len(self.calls)
         self.calls.append(name)
+        await asyncio.sleep(0)  # a real call always lets others run
+        self.check()
         trip = self._trips.pop(number, None) or self._by_name.get(name)
         if trip is not None and not trip.after:
             await self._happen(trip)
@@ -304,6 +307,12 @@ class FakeHost:
             created_at=self.world.clock.now(),
             envd_version="0.0.0",
         )
+
+
+def log_briefly() -> None:
+    """Tracebacks of one line a frame: by default every local is printed, which is slow where much fails on purpose."""
+    renderer = structlog.dev.ConsoleRenderer(colors=False, exception_formatter=structlog.dev.plain_traceback)
+    structlog.configure(processors=[structlog.processors.add_log_level, renderer])
 
 
 def _write_template(raw: Path, state: Path) -> None:

@@ -4,17 +4,14 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-import structlog
 
 from agentenv.testing.audit import faults
-from agentenv.testing.host import FakeHost, World
+from agentenv.testing.host import FakeHost, World, log_briefly
 
 
 @pytest.fixture(autouse=True)
-def short_tracebacks() -> None:
-    """The default of structlog prints every local of every frame: slow, where most tests make something fail."""
-    renderer = structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)
-    structlog.configure(processors=[structlog.processors.add_log_level, renderer])
+def brief_logs() -> None:
+    log_briefly()
 
 
 @pytest.fixture

@@ -73,6 +73,48 @@ async def test_a_collection_in_the_middle_of_a_pause_takes_nothing_from_it(fake:
         assert (await fake.node.resume(sandbox.id, 60)).state is State.RUNNING
 
 
+STARTS = ["storage.create_disk", "slots.acquire", "storage.attach_memory", "storage.open_disk", "vmm.restore",
+          "storage.fill_memory", "store.insert_sandbox", "guest.init", "store.update_sandbox"]  # fmt: skip
+
+
+@pytest.mark.parametrize("step", STARTS)
+async def test_what_a_create_starts_from_stays_though_its_template_is_deleted_meanwhile(
+    fake: FakeHost, step: str
+) -> None:
+    source = await fake.create()
+    await fake.node.snapshot(source.id, "mine")
+    await fake.node.delete(source.id)
+    with fake.taps.always(step, Trip()) as slow:
+        creating = asyncio.create_task(fake.create(template="mine"))
+        await slow.reached.wait()
+        await fake.node.delete_snapshot("mine")
+        await fake.host.collector.collect()
+        slow.go.set()
+        sandbox = await creating
+
+    assert (await fake.node.pause(sandbox.id)).state is State.PAUSED
+
+
+@pytest.mark.parametrize("step", STARTS)
+async def test_what_children_start_from_stays_though_their_source_is_deleted_meanwhile(
+    fake: FakeHost, step: str
+) -> None:
+    source = await fake.create()
+    with fake.taps.recorded() as calls:
+        await fake.node.fork(source.id, 1, 300)
+    number = max(n for n, name in enumerate(calls) if name == step)
+    with fake.taps.recorded():
+        slow = fake.taps.trip(number, Trip())
+        forking = asyncio.create_task(fake.node.fork(source.id, 1, 300))
+        await slow.reached.wait()
+        await fake.node.delete(source.id)
+        await fake.host.collector.collect()
+        slow.go.set()
+        (child,) = await forking
+
+    assert child.error is None
+
+
 async def test_nothing_is_collected_while_a_record_cannot_be_read(world: World) -> None:
     fake = await FakeHost(world).start()
     sandbox = await fake.create()

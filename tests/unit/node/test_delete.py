@@ -7,6 +7,7 @@ import pytest
 
 from agentenv.model.errors import Conflict, NoSpace, NotFound, Unavailable
 from agentenv.model.lifecycle import Event, State
+from agentenv.node.retire import retire
 from agentenv.node.sweep import EVERY_S, sweep
 from agentenv.testing.host import FakeHost, Trip, World
 
@@ -228,6 +229,23 @@ async def test_a_delete_after_a_restart_finishes_what_the_last_server_began(worl
     assert following.host.registry.all() == []
     assert world.hypervisor.alive == []
     await following.stop()
+
+
+async def test_ending_a_vm_is_never_cut_short(fake: FakeHost) -> None:
+    sandbox = await fake.create()
+    with fake.taps.always("instance.stop", Trip()) as slow:
+        ending = asyncio.create_task(retire(fake.host, sandbox.id))
+        await slow.reached.wait()
+        for _ in range(3):
+            ending.cancel()
+            await fake.world.clock.advance(0)
+        assert not ending.done()
+        slow.go.set()
+        with pytest.raises(asyncio.CancelledError):
+            await ending
+
+    assert fake.world.slots.held() == {}
+    await fake.node.delete(sandbox.id)
 
 
 async def test_a_caller_that_hangs_up_does_not_stop_a_delete(fake: FakeHost) -> None:

@@ -168,6 +168,21 @@ async def test_a_timeout_set_while_it_is_paused_by_its_end_is_a_conflict(fake: F
     assert connected.state is State.RUNNING
 
 
+async def test_an_end_that_comes_as_the_sandbox_is_paused_does_not_kill_it(fake: FakeHost) -> None:
+    """The pause began between the look at the end and its turn: it has no end any more."""
+    sandbox = await fake.create(timeout_s=60)
+    with fake.taps.always("storage.capture_memory", Trip()) as slow:
+        pausing = asyncio.create_task(fake.node.pause(sandbox.id))
+        await slow.reached.wait()
+        ending = asyncio.create_task(fake.node._expiry._expire(sandbox.id))
+        await fake.world.clock.advance(61)
+        slow.go.set()
+        await pausing
+        await ending
+
+    assert fake.state(sandbox.id) is State.PAUSED
+
+
 async def test_a_pause_that_fails_at_the_end_is_tried_again_and_loses_nothing(fake: FakeHost) -> None:
     sandbox = await fake.create(timeout_s=60, on_timeout=OnTimeout.PAUSE)
     fake.world.storage.fail["capture_memory"] = NoSpace("full")

@@ -364,8 +364,8 @@ async def test_a_resume_never_starts_a_second_vm_beside_one_that_did_not_end(fak
 
 
 async def test_a_deadline_of_pause_leaves_it_running(fake: FakeHost) -> None:
-    fake.host.settings = replace(fake.host.settings, operation_timeout_s=0.01)
     sandbox = await fake.create()
+    fake.host.settings = replace(fake.host.settings, operation_timeout_s=0.01)
 
     with fake.taps.always("storage.capture_memory", Trip()), pytest.raises(DeadlineExceeded):
         await fake.node.pause(sandbox.id)

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Final
 
 import pytest
-import structlog
 
 from agentenv.guest.contract import Completed
 from agentenv.model.errors import AgentEnvError, Bug, DeadlineExceeded, Invalid, NoSpace, NotFound, Unavailable
@@ -21,7 +20,7 @@ from agentenv.templates.rootfs import RootfsInfo
 from agentenv.templates.service import TemplateBuilder
 from agentenv.testing.audit import faults
 from agentenv.testing.guest import FakeAgent
-from agentenv.testing.host import FakeHost, Trip, World
+from agentenv.testing.host import FakeHost, Trip, World, log_briefly
 
 SPEC: Final = BuildSpec("mine", Machine(vcpu_count=1, memory_mib=128, disk_mib=256), env={"A": "b"})
 STEPS: Final = (
@@ -73,7 +72,7 @@ each_step = pytest.mark.parametrize("number", range(len(STEPS)), ids=[f"{n}-{nam
 
 @pytest.fixture(autouse=True)
 def plain(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A root file system made in no time, and tracebacks without locals."""
+    """A root file system made in no time, and little said of what fails on purpose."""
 
     async def quick(source: Path, out: Path, size_mib: int, *, progress: object = None) -> RootfsInfo:
         del progress
@@ -83,8 +82,7 @@ def plain(monkeypatch: pytest.MonkeyPatch) -> None:
         return RootfsInfo(size_mib << 20, 16, 16, 1)
 
     monkeypatch.setattr(build_module, "build_ext4", quick)
-    renderer = structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)
-    structlog.configure(processors=[structlog.processors.add_log_level, renderer])
+    log_briefly()
 
 
 @pytest.fixture
