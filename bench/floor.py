@@ -22,6 +22,7 @@ from pathlib import Path
 
 import httpx
 
+from agentenv.config.schema import Vmm
 from agentenv.guest.connect import STREAM_TYPE, encode_frame
 from agentenv.model.ids import SandboxId
 from agentenv.model.machine import BlockTarget
@@ -40,6 +41,7 @@ NETNS = "aenv-bench-floor"
 AGENT_PORT = 49983
 FD_SET = "state"
 PAGE = 4096
+TB_SIZE_MIB = Vmm().tb_size_mib  # as the server has it
 IDLE_S = 10.0
 Ask = Callable[..., object]
 
@@ -143,7 +145,7 @@ def _once(server: Server, snapshot: Snapshot, work: Path, *, idle_s: float = 0.0
     )
     state = layout.blob(snapshot.capture.device_state).read_bytes()
     accelerator = snapshot.fingerprint.accelerator
-    engine = Engine("kvm" if accelerator == "kvm" else "tcg", 32)
+    engine = Engine("kvm" if accelerator == "kvm" else "tcg", TB_SIZE_MIB)
     monitor_path = work / "qmp"
     monitor_path.unlink(missing_ok=True)
     (work / "pid").unlink(missing_ok=True)
