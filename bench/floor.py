@@ -24,6 +24,7 @@ import httpx
 
 from agentenv.config.schema import Vmm
 from agentenv.guest.connect import STREAM_TYPE, encode_frame
+from agentenv.guest.contract import AGENT_PORT
 from agentenv.model.ids import SandboxId
 from agentenv.model.machine import BlockTarget
 from agentenv.model.snapshot import Snapshot
@@ -38,7 +39,6 @@ from tests.capabilities import QEMU
 from tests.server import Server
 
 NETNS = "aenv-bench-floor"
-AGENT_PORT = 49983
 FD_SET = "state"
 PAGE = 4096
 TB_SIZE_MIB = Vmm().tb_size_mib  # as the server has it

@@ -94,23 +94,21 @@ def outcome_of(fork: Sandbox | Exception) -> Sandbox:
 
 
 def pause_and_go_on(sandbox: Sandbox) -> None:
-    sandbox.commands.run(
-        "python3 -c \"import time\nfor i in range(10**6):\n open('/tmp/count','w').write(str(i)); time.sleep(0.05)\"",
-        background=True,
-        timeout=0,
-    )
-    read = "cat /tmp/count"
-    while not sandbox.commands.run(f"{read} 2>/dev/null || true").stdout.strip():
-        pass
+    sandbox.commands.run("python3 count.py", cwd="/home/user/project", background=True, timeout=0)
+    before = count_above(sandbox, 0)
     with step("paused while a process counts"):
         sandbox.pause()
     time.sleep(3)
     with step("resumed"):
         sandbox.connect(timeout=300)
-    first = int(sandbox.commands.run(read).stdout or 0)
-    while (later := int(sandbox.commands.run(read).stdout or 0)) <= first:
-        pass
-    print(f"             the counter went on: {first}, then {later}")
+    after = count_above(sandbox, before)
+    print(f"             the counter went on: {before} before the pause, {after} after it")
+
+
+def count_above(sandbox: Sandbox, least: int) -> int:
+    """The counter, once it is above *least*; a counter that stands still ends the demo."""
+    wait = f'until [ "$(cat /tmp/count 2>/dev/null || echo 0)" -gt {least} ]; do sleep 0.05; done; cat /tmp/count'
+    return int(sandbox.commands.run(wait, timeout=60).stdout)
 
 
 def serve(sandbox: Sandbox) -> None:

@@ -2,6 +2,7 @@
 
 import threading
 import time
+import urllib.request
 from collections.abc import Iterator
 
 import pytest
@@ -101,8 +102,15 @@ class TestSandbox:
         with pytest.raises(SandboxNotFoundException):
             made.get_info()
 
-    def test_get_host_names_the_port(self, sandbox: Sandbox) -> None:
-        assert sandbox.get_host(8080).startswith(f"8080-{sandbox.sandbox_id}.")
+    def test_get_host_leads_to_the_port(self, server: Server, sandbox: Sandbox) -> None:
+        sandbox.commands.run("python3 -m http.server 8080 --directory /etc", background=True, timeout=0)
+        sandbox.commands.run("until ss -Hltn 'sport = :8080' | grep -q .; do sleep 0.1; done", timeout=60)
+        host = sandbox.get_host(8080)
+        request = urllib.request.Request(f"{server.url}/hostname", headers={"Host": host})
+
+        assert host == f"8080-{sandbox.sandbox_id}.sbx.localhost"
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            assert answer.read().decode() == sandbox.files.read("/etc/hostname")
 
     def test_metrics(self, sandbox: Sandbox) -> None:
         (metrics,) = sandbox.get_metrics()[-1:]

@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from ipaddress import IPv4Address
-from typing import Protocol
+from typing import Final, Protocol
 
-AGENT_PORT = 49983
+AGENT_PORT: Final = 49983  # where the agent listens in every guest
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,10 @@ class Agent(Protocol):
     async def metrics(self, *, access_token: str | None, timeout_s: float) -> GuestMetrics: ...
 
     async def run(self, command: list[str], *, user: str, access_token: str | None, timeout_s: float) -> Completed:
-        """Run one command to its end, for builds and boot tests; output is bounded."""
+        """Run one command to its end, for builds and boot tests; output is bounded.
+
+        `Invalid` if there is no such program, or none that runs.
+        """
         ...
 
     async def close(self) -> None: ...

@@ -5,7 +5,7 @@ from typing import Final
 
 from agentenv.guest.connect import Frame
 from agentenv.guest.contract import Completed
-from agentenv.model.errors import Bug, Unavailable
+from agentenv.model.errors import Bug, Invalid, Unavailable
 
 MAX_OUTPUT_BYTES: Final = 10 << 20
 
@@ -21,6 +21,8 @@ class CommandOutput:
     def add(self, frame: Frame) -> None:
         """Take in one frame; `Unavailable` for one that means nothing."""
         match frame.message:
+            case {"error": {"code": "invalid_argument", "message": message}} if frame.end:
+                raise Invalid(f"{self._command}: {message}")
             case {"error": error} if frame.end:
                 raise Bug(f"{self._command}: {error.get('message') if isinstance(error, dict) else error}")
             case {"event": {"data": {**streams}}}:

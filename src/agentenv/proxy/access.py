@@ -11,8 +11,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
+from agentenv.guest.contract import AGENT_PORT
 from agentenv.node.contract import Tokens
-from agentenv.proxy.settings import AGENT_PORT
 from agentenv.proxy.signature import parse_signed
 
 TRAFFIC_TOKEN: Final = b"e2b-traffic-access-token"

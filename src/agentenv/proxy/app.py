@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Final, Protocol
 
 from agentenv.aio.tasks import Tasks
+from agentenv.guest.contract import AGENT_PORT
 from agentenv.model.errors import AgentEnvError, Bug, DeadlineExceeded
 from agentenv.node.contract import Node, Route
 from agentenv.proxy import errors
@@ -30,7 +31,7 @@ from agentenv.proxy.headers import (
 from agentenv.proxy.pool import Pool, PoolStatistics, RouteChanged
 from agentenv.proxy.pump import IDEMPOTENT, Exchange, GuestRequest
 from agentenv.proxy.route import Decision, Family, Refuse, ToControl, ToSandbox, ToSigned, Via, route
-from agentenv.proxy.settings import AGENT_PORT, ProxySettings
+from agentenv.proxy.settings import ProxySettings
 
 _log = logging.getLogger(__name__)
 

@@ -11,10 +11,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from agentenv.guest.contract import AGENT_PORT
 from agentenv.model.errors import Bug
 from agentenv.proxy.access import AGENT_TOKEN, TRAFFIC_TOKEN
 from agentenv.proxy.route import ROUTING_HEADERS
-from agentenv.proxy.settings import AGENT_PORT
 
 CONTROL_SECRET: Final = b"x-agentenv-control"  # only the node may speak to the agent as the node
 

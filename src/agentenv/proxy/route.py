@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final, TypeAlias
 
-from agentenv.proxy.settings import AGENT_PORT
+from agentenv.guest.contract import AGENT_PORT
 from agentenv.proxy.signature import SignedFile, parse_signed
 
 E2B_ID: Final = b"e2b-sandbox-id"

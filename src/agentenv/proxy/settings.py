@@ -1,9 +1,6 @@
 """What an operator may change about the proxy. Lengths are seconds, sizes bytes."""
 
 from dataclasses import dataclass, field
-from typing import Final
-
-AGENT_PORT: Final = 49983  # where the guest agent listens in every sandbox
 
 
 @dataclass(frozen=True, slots=True)

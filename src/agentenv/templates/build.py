@@ -17,7 +17,7 @@ from typing import Final, Protocol
 
 from agentenv.aio.failpoints import failpoint
 from agentenv.guest.contract import Agent
-from agentenv.model.errors import Bug, DeadlineExceeded, Invalid, Unavailable
+from agentenv.model.errors import DeadlineExceeded, Invalid, Unavailable
 from agentenv.model.ids import new_sandbox_id, new_snapshot_id, parse_name
 from agentenv.model.lifecycle import State
 from agentenv.model.machine import INIT_PATH
@@ -199,8 +199,8 @@ async def _run_shell(agent: Agent, shell: str, token: str) -> None:
     try:
         command = [shell, "-l", "-c", "true"]
         ended = await agent.run(command, user="root", access_token=token, timeout_s=COMMAND_TIMEOUT_S)
-    except Bug:
-        return  # the agent answers, and says that there is no such program
+    except Invalid:
+        return  # the agent says that there is no such program
     if ended.exit_code != 0:
         raise Invalid(f"{shell} fails in this root filesystem: {ended.stderr[-500:].decode(errors='replace')}")
 

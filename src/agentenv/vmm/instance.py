@@ -13,9 +13,9 @@ import logging
 import os
 from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Final
 
-from agentenv.aio.tasks import Tasks, spawn
+from agentenv.aio.tasks import Tasks, to_its_end
 from agentenv.model.errors import AgentEnvError, Bug, Conflict, Exhausted, Invalid, NoSpace, Unavailable
 from agentenv.model.machine import BlockTarget, ProcessIdentity
 from agentenv.vmm.console import Console, OutputLog, tail
@@ -31,7 +31,6 @@ _STATE_FD_SET: Final = 1
 _ENDED: Final = frozenset({"shutdown", "guest-panicked", "internal-error"})
 _NO_STATE: Final = frozenset({"inmigrate", "prelaunch"})
 
-T = TypeVar("T")
 _log: Final = logging.getLogger(__name__)
 
 
@@ -293,22 +292,6 @@ class QemuInstance:
     def _on_end(self) -> None:
         self._last_words = self._words()
         self.release()
-
-
-async def to_its_end(name: str, work: Coroutine[object, object, T]) -> T:
-    """Await *work* until it has ended, even if the caller is cancelled meanwhile; then the caller is."""
-    task = spawn(name, work)
-    cancelled: asyncio.CancelledError | None = None
-    while not task.done():
-        try:
-            await asyncio.wait([task])
-        except asyncio.CancelledError as error:
-            cancelled = error
-    if cancelled is not None:
-        if not task.cancelled():
-            task.exception()
-        raise cancelled
-    return task.result()
 
 
 def _migration_ended(event: Event) -> bool:

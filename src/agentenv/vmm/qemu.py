@@ -16,14 +16,14 @@ import socket
 from pathlib import Path
 from typing import Final, Literal
 
-from agentenv.aio.tasks import Tasks
+from agentenv.aio.tasks import Tasks, to_its_end
 from agentenv.model.errors import Bug, Exhausted, Invalid, NoSpace, NotFound, Unavailable, Unsupported
 from agentenv.model.machine import Fingerprint, ProcessIdentity
 from agentenv.vmm.accelerator import probe_accelerator
 from agentenv.vmm.console import OutputLog, tail
 from agentenv.vmm.contract import Prepare, VmPlan
 from agentenv.vmm.fingerprint import probe
-from agentenv.vmm.instance import KILL_TIMEOUT_S, QemuInstance, to_its_end
+from agentenv.vmm.instance import KILL_TIMEOUT_S, QemuInstance
 from agentenv.vmm.plan import PID_FILE, Engine, argv, check, monitor_path
 from agentenv.vmm.process import Process, is_alive, kill_all, read_identity
 from agentenv.vmm.qmp import Monitor, by_text
