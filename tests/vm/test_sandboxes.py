@@ -177,6 +177,7 @@ class TestFaults:
         assert server.call("DELETE", f"/sandboxes/{made}", timeout_s=60)[0] == 204
         assert server.call("GET", f"/sandboxes/{made}")[0] == 404
 
+    @pytest.mark.needs("loop", "mount")
     def test_a_full_disk_undoes_the_pause(self, tmp_path: Path) -> None:
         with _small_disk(tmp_path / "disk", "4G") as disk, running_on(disk) as server:
             made = server.create()

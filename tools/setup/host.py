@@ -71,6 +71,7 @@ NEEDS = (
     Need("cpio", "cpio", program("cpio")),
     Need("zstd", "zstd", program("zstd")),
     Need("xz", "xz-utils", program("xz")),
+    Need("openssl", "openssl", program("openssl")),
 )
 
 
