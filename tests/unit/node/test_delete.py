@@ -231,6 +231,43 @@ async def test_a_delete_after_a_restart_finishes_what_the_last_server_began(worl
     await following.stop()
 
 
+@pytest.mark.parametrize("step", ["slots.release", "storage.detach"])
+async def test_a_kill_while_something_is_undone_does_not_cut_that_short(fake: FakeHost, step: str) -> None:
+    fake.vmm.fail["restore"] = Unavailable("no")
+    undoing = Trip()
+    seen = 0
+
+    async def second_time() -> None:  # the first detach is that of the start itself
+        nonlocal seen
+        seen += 1
+        if seen == 2 or step == "slots.release":
+            await Trip.happen(undoing)
+
+    undoing_calls = _Scripted(second_time)
+    with fake.taps.always(step, undoing_calls):
+        creating = asyncio.create_task(fake.create())
+        await undoing.reached.wait()
+        (starting,) = fake.host.registry.all()
+        deleting = asyncio.create_task(fake.node.delete(starting.id))
+        await fake.world.clock.advance(0)
+        undoing.go.set()
+        await deleting
+    with pytest.raises(Conflict):
+        await creating
+    fake.vmm.fail.clear()
+
+
+class _Scripted(Trip):
+    """Does what a test says each time."""
+
+    def __init__(self, script: Callable[[], Awaitable[None]]) -> None:
+        super().__init__()
+        self.script = script
+
+    async def happen(self) -> None:
+        await self.script()
+
+
 async def test_ending_a_vm_is_never_cut_short(fake: FakeHost) -> None:
     sandbox = await fake.create()
     with fake.taps.always("instance.stop", Trip()) as slow:
