@@ -22,7 +22,7 @@ from agentenv.guest.connect import END_OF_STREAM
 from agentenv.guest.contract import CaBundle, Identity
 from agentenv.guest.exchange import MAX_ANSWER_BYTES, Answer, Exchange
 from agentenv.guest.output import MAX_OUTPUT_BYTES
-from agentenv.model.errors import AgentEnvError, Bug, DeadlineExceeded, Unavailable
+from agentenv.model.errors import AgentEnvError, Bug, DeadlineExceeded, Invalid, Unavailable
 from tests.unit.guest_agent.server import (
     GuestServer,
     Request,
@@ -559,7 +559,8 @@ async def test_a_zero_exit_code_may_be_left_out() -> None:
 BAD_STREAMS: dict[str, tuple[bytes, type[AgentEnvError]]] = {
     "no end": (frames(data("stdout", b"x"), end={}), Unavailable),
     "nothing": (b"", Unavailable),
-    "error": (frames(end={"error": {"code": "not_found", "message": "no such file"}}), Bug),
+    "error": (frames(end={"error": {"code": "internal", "message": "out of order"}}), Bug),
+    "no such program": (frames(end={"error": {"code": "invalid_argument", "message": "no such file"}}), Invalid),
     "odd error": (frames(end={"error": "text"}), Bug),
     "not json": (frames(b"{"), Unavailable),
     "deep": (frames(b"[" * 200_000), Unavailable),

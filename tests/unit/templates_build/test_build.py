@@ -10,7 +10,7 @@ from typing import Final
 import pytest
 
 from agentenv.guest.contract import Completed
-from agentenv.model.errors import AgentEnvError, Bug, DeadlineExceeded, Invalid, NoSpace, NotFound, Unavailable
+from agentenv.model.errors import AgentEnvError, DeadlineExceeded, Invalid, NoSpace, NotFound, Unavailable
 from agentenv.model.machine import Machine
 from agentenv.model.snapshot import Snapshot, Source
 from agentenv.node.sweep import sweep
@@ -185,7 +185,7 @@ async def test_builds_of_one_name_take_turns(fake: FakeHost, archive: Path) -> N
 
 
 @each_step
-@pytest.mark.parametrize("error", [Unavailable("tripped"), NoSpace("tripped"), Bug("tripped")])
+@pytest.mark.parametrize("error", [Unavailable("tripped"), NoSpace("tripped"), Invalid("tripped")])
 async def test_a_step_that_fails_leaves_nothing_but_the_old_template(
     fake: FakeHost, archive: Path, number: int, error: AgentEnvError
 ) -> None:
@@ -198,7 +198,7 @@ async def test_a_step_that_fails_leaves_nothing_but_the_old_template(
             raised = True
 
     ended = STEPS[number] in ENDS and number != STEPS.index("storage.attach_memory", 20) - 1
-    optional = STEPS[number] == "guest.run" and isinstance(error, Bug)  # the image has no such program
+    optional = STEPS[number] == "guest.run" and isinstance(error, Invalid)  # the image has no such program
     assert raised == (not ended and not optional)
     if raised:
         with pytest.raises(NotFound):
