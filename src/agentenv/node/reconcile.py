@@ -155,7 +155,8 @@ async def _finish_resume(host: Host, sandbox: Sandbox, live: Live) -> None:
 
 
 async def _lost(host: Host, sandbox: Sandbox, reason: str, done: Repaired) -> None:
-    await host.registry.conclude(sandbox.id, Event.LOST, reason=reason, process=None, slot_index=None, capture=None)
+    if host.registry.get(sandbox.id).state is not State.ERROR:  # else its watcher was faster, and knows better
+        await host.registry.conclude(sandbox.id, Event.LOST, reason=reason, process=None, slot_index=None, capture=None)
     done.lost += 1
     await retire(host, sandbox.id)
 

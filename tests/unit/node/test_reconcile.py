@@ -1,5 +1,6 @@
 """The start of a server: every state that an earlier one may have left, with its VM alive, dead or not recorded."""
 
+import asyncio
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -210,6 +211,22 @@ async def test_a_guest_whose_agent_is_slow_is_not_lost(world: World) -> None:
     world.guests.fail.clear()
     await world.clock.advance(1)
     await fake.idle()
+    assert await faults(fake) == []
+    await fake.stop()
+
+
+async def test_a_guest_that_ends_while_it_is_taken_over_is_an_error_with_its_own_reason(world: World) -> None:
+    fake, before = await crashed_in(world, State.PAUSING, process="alive")
+    (vm,) = world.hypervisor.alive
+    with fake.taps.always("guest.thaw", Trip()) as slow:
+        starting = asyncio.create_task(repaired(fake))
+        await slow.reached.wait()
+        vm.end(-9, "last words")
+        await fake.became(before.id, State.ERROR)
+        slow.go.set()
+        await starting
+
+    assert "last words" in str(fake.node.get(before.id).reason)
     assert await faults(fake) == []
     await fake.stop()
 
