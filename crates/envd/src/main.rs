@@ -30,6 +30,7 @@ use arguments::Role;
 
 fn main() -> ExitCode {
     sys::early::link();
+    sys::signals::heed_all();
     sys::memory::use_little();
     let role = match arguments::role(std::env::args().collect(), std::process::id()) {
         Ok(role) => role,

@@ -3,6 +3,31 @@
 use std::io;
 use std::time::Duration;
 
+/// The last signal that Linux has.
+const LAST: libc::c_int = 64;
+
+/// Lets no signal be ignored because whoever started this process ignored it. Call it before there are threads.
+///
+/// The C library's own signals are among them, which its `sigaction` refuses to touch: GNU make,
+/// built on some releases of it, starts every command with those ignored. SIGPIPE is left as
+/// the Rust runtime set it.
+pub fn heed_all() {
+    let default_action = [0_u64; 4]; // handler, flags, restorer, mask, as the kernel has them
+    for signal in (1..=LAST).filter(|&signal| signal != libc::SIGPIPE) {
+        // SAFETY: the kernel reads the action, which lives until the call returns, and is given no place to
+        // write to. For SIGKILL and SIGSTOP it refuses, which is as good.
+        unsafe {
+            libc::syscall(
+                libc::SYS_rt_sigaction,
+                signal,
+                default_action.as_ptr(),
+                std::ptr::null_mut::<u64>(),
+                size_of::<u64>(),
+            )
+        };
+    }
+}
+
 /// A set of signals that are held back until they are waited for.
 pub struct Blocked(libc::sigset_t);
 
