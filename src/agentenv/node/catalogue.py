@@ -2,12 +2,12 @@
 
 import asyncio
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from datetime import datetime
 
 from agentenv.aio.tasks import to_its_end
-from agentenv.model.errors import NotFound
+from agentenv.model.errors import AlreadyExists, NotFound
 from agentenv.model.ids import BlobId, LayerId, SnapshotId
 from agentenv.model.snapshot import Capture, Snapshot, Source
 from agentenv.state.contract import Store
@@ -40,9 +40,25 @@ class Catalogue:
             raise NotFound("no such template or snapshot")
         return found
 
+    def check_free(self, names: Iterable[str], source: Source) -> None:
+        """Raise `AlreadyExists` if one of *names* may not move to something made by *source*.
+
+        What people start by a template's name is what was built under it: no snapshot
+        of a sandbox takes its place.
+        """
+        if source is Source.BUILD:
+            return
+        for name in names:
+            if (holder := self._names.get(name)) is not None and self._snapshots[holder].source is Source.BUILD:
+                raise AlreadyExists(f"{name!r} is the name of a template", hint="choose another name")
+
     async def add(self, snapshot: Snapshot) -> None:
-        """Publish: durable, then visible. A name that another snapshot holds moves here."""
+        """Publish: durable, then visible. A name that another snapshot holds moves here.
+
+        Raises `AlreadyExists` where `check_free` does.
+        """
         async with self._publishing:
+            self.check_free(snapshot.names, snapshot.source)
             await to_its_end(f"publish {snapshot.id}", self._publish(snapshot))
 
     async def remove(self, snapshot: Snapshot) -> None:

@@ -35,9 +35,13 @@ async def fork(host: Host, sandbox_id: SandboxId, count: int, timeout_s: int) ->
 
 
 async def snapshot(host: Host, sandbox_id: SandboxId, name: str | None) -> Snapshot:
-    """Keep the live state of a sandbox; return once it is durable and can be started from."""
+    """Keep the live state of a sandbox; return once it is durable and can be started from.
+
+    Raises `AlreadyExists` if *name* is a template's; another snapshot's moves here.
+    """
     if name is not None:
         name = parse_name(name)
+        host.catalogue.check_free((name,), Source.SANDBOX)
     await admit(host, 0)
     source, capture = await _in_turn(host, sandbox_id, Event.SNAPSHOT, "snapshot")
     try:

@@ -6,7 +6,8 @@ from datetime import timedelta
 
 import pytest
 
-from agentenv.model.errors import Conflict, Exhausted, Invalid, NoSpace, NotFound, Unavailable
+from agentenv.model.errors import AlreadyExists, Conflict, Exhausted, Invalid, NoSpace, NotFound, Unavailable
+from agentenv.model.ids import new_snapshot_id
 from agentenv.model.lifecycle import State
 from agentenv.model.sandbox import OnTimeout
 from agentenv.model.snapshot import Source
@@ -224,6 +225,33 @@ async def test_a_name_in_use_moves_to_the_new_snapshot(fake: FakeHost) -> None:
 
     assert fake.node.find_snapshot("mine") == second
     assert fake.node.find_snapshot(first.id).names == ()
+
+
+async def test_the_name_of_a_template_is_refused_before_the_source_is_stopped(fake: FakeHost) -> None:
+    source = await fake.create()
+    template = fake.node.find_snapshot("base")
+
+    with fake.taps.recorded() as calls, pytest.raises(AlreadyExists) as refused:
+        await fake.node.snapshot(source.id, "base")
+
+    assert calls == []
+    assert refused.value.hint == "choose another name"
+    assert fake.node.find_snapshot("base") == template
+
+
+async def test_a_template_that_appears_during_a_snapshot_keeps_its_name(fake: FakeHost) -> None:
+    source = await fake.create()
+    template = replace(fake.node.find_snapshot("base"), id=new_snapshot_id(), names=("mine",))
+    with fake.taps.always("storage.capture_memory", Trip()) as slow:
+        taking = asyncio.create_task(fake.node.snapshot(source.id, "mine"))
+        await slow.reached.wait()
+        await fake.host.catalogue.add(template)
+        slow.go.set()
+        with pytest.raises(AlreadyExists):
+            await taking
+
+    assert fake.node.find_snapshot("mine") == template
+    assert fake.state(source.id) is State.RUNNING
 
 
 async def test_snapshots_that_take_a_name_at_once_leave_it_where_the_store_says(fake: FakeHost) -> None:
