@@ -129,6 +129,9 @@ class Client:
     def sandbox(self, sandbox_id: str) -> "SandboxClient":
         """The agent of one sandbox, with the token the server gives for it."""
         detail = self.call("GET", "sandboxes", sandbox_id)
+        if detail.get("lifecycleState") == "error":
+            reason = (detail.get("error") or {}).get("reason") or "no reason given"
+            raise CliError(f"the sandbox is in error: {reason}", hint=f"aenv delete {sandbox_id}")
         if detail.get("state") == "paused" and not (detail.get("lifecycle") or {}).get("autoResume"):
             raise CliError("the sandbox is paused", hint=f"aenv resume {sandbox_id}")
         agent = SandboxClient(self.target.url, sandbox_id, detail.get("envdAccessToken"))

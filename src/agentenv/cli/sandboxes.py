@@ -110,7 +110,12 @@ def list_sandboxes(
         for sandbox in sandboxes:
             print(sandbox["sandboxID"])
     else:
-        show(sandboxes, COLUMNS, as_json=as_json)
+        show(sandboxes if as_json or not for_people() else [_exact(one) for one in sandboxes], COLUMNS, as_json=as_json)
+
+
+def _exact(sandbox: dict[str, Any]) -> dict[str, Any]:
+    """*sandbox* with its exact state where the server gives it: one in error is "paused" to the E2B API."""
+    return {**sandbox, "state": sandbox.get("lifecycleState") or sandbox.get("state")}
 
 
 def info(context: typer.Context, sandbox_id: SandboxId, as_json: Json = False) -> None:

@@ -90,6 +90,17 @@ def test_a_paused_sandbox_is_said_to_be_paused(world: World, aenv: Terminal, san
     assert world.agent.started == []
 
 
+def test_a_sandbox_in_error_says_why(world: World, aenv: Terminal, sandbox: str) -> None:
+    world.node.lose(sandbox, "its virtual machine ended")
+
+    run = aenv("exec", sandbox, "exit", "0")
+
+    assert run.code == 1
+    assert run.err.splitlines() == [
+        "error: the sandbox is in error: its virtual machine ended", f"hint: aenv delete {sandbox}"
+    ]  # fmt: skip
+
+
 def test_wrong_usage(aenv: Terminal, sandbox: str) -> None:
     assert aenv("exec", sandbox).code == 2
     assert aenv("exec", sandbox, "--").code == 2

@@ -62,6 +62,13 @@ def test_ls_on_a_terminal_is_a_table(world: World, aenv: Terminal) -> None:
     assert json.loads(aenv.on_pty("ls", "--json").out)[0]["sandboxID"] == sandbox.id
 
 
+@pytest.mark.slow
+def test_ls_on_a_terminal_shows_the_exact_state(world: World, aenv: Terminal) -> None:
+    world.node.lose(world.node.add_sandbox().id, "its virtual machine ended")
+
+    assert aenv.on_pty("ls").out.strip().split("\n")[1].split()[2] == "error"
+
+
 def test_info(world: World, aenv: Terminal) -> None:
     sandbox = world.node.add_sandbox()
 
