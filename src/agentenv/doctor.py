@@ -11,8 +11,8 @@ import platform
 import resource
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
@@ -30,6 +30,8 @@ DESCRIPTORS_PER_SANDBOX: Final = 16
 ENOUGH_DESCRIPTORS: Final = 16_384
 # What making namespaces, links and rules, entering them and reading guest memory take.
 CAPABILITIES: Final = {"net_admin": 12, "net_raw": 13, "sys_chroot": 18, "sys_ptrace": 19, "sys_admin": 21, "mknod": 27}
+# Set where programs of this host need certificates of their own, as behind a proxy that opens TLS.
+CA_VARIABLES: Final = ("SSL_CERT_FILE", "PIP_CERT", "NODE_EXTRA_CA_CERTS")
 _PROBE_TIMEOUT_S: Final = 20.0
 
 
@@ -54,6 +56,8 @@ class Places:
     dev: Path = Path("/dev")
     proc: Path = Path("/proc")
     sys: Path = Path("/sys")
+    ca_bundle: Path | None = None
+    environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
     machine: str = platform.machine()
     release: str = platform.release()
 
@@ -62,7 +66,7 @@ def examine(places: Places) -> list[Finding]:
     """Return every finding, in the order in which a person would mend them."""
     checks: tuple[Callable[[Places], Finding], ...] = (
         architecture, kernel, privileges, accelerator, qemu, guest, tun, namespaces, nftables, mke2fs, fuse, ublk,
-        cgroups, memory, disk, open_files,
+        cgroups, memory, disk, open_files, certificates,
     )  # fmt: skip
     return [check(places) for check in checks]
 
@@ -244,6 +248,24 @@ def open_files(_places: Places) -> Finding:
     )
 
 
+def certificates(places: Places) -> Finding:
+    if places.ca_bundle is not None:
+        trouble = _cannot_read(places.ca_bundle)
+        if trouble is None:
+            return Finding("certificates", True, f"guests get {places.ca_bundle}")
+        return Finding("certificates", False, trouble, "the server does not start", "set guest.ca_bundle to a file")
+    given = [name for name in CA_VARIABLES if places.environ.get(name)]
+    if not given:
+        return Finding("certificates", True, "guests trust what their template trusts")
+    return Finding(
+        "certificates",
+        None,
+        f"this host sets {', '.join(given)}; guest.ca_bundle is not set",
+        "if a proxy opens TLS here, pip, npm and https fail inside sandboxes",
+        f"set guest.ca_bundle (AENV_GUEST_CA_BUNDLE), perhaps to {places.environ[given[0]]}",
+    )
+
+
 def _version(release: str) -> tuple[int, ...]:
     def numbers() -> Iterator[int]:
         for part in release.split("-", 1)[0].split(".")[:2]:
@@ -257,6 +279,14 @@ def _version(release: str) -> tuple[int, ...]:
 def _cannot_open(path: Path) -> str | None:
     try:
         os.close(os.open(path, os.O_RDWR | os.O_CLOEXEC))
+    except OSError as error:
+        return f"{path}: {error.strerror}"
+    return None
+
+
+def _cannot_read(path: Path) -> str | None:
+    try:
+        path.read_bytes()
     except OSError as error:
         return f"{path}: {error.strerror}"
     return None

@@ -25,7 +25,14 @@ def doctor(
     from agentenv.doctor import Finding, Places, examine  # noqa: PLC0415
 
     settings = resolve({}, os.environ, config).settings
-    findings = examine(Places(home=settings.paths.home, guest_dir=settings.guest_dir, qemu=settings.vmm.qemu_binary))
+    findings = examine(
+        Places(
+            home=settings.paths.home,
+            guest_dir=settings.guest_dir,
+            qemu=settings.vmm.qemu_binary,
+            ca_bundle=settings.guest.ca_bundle,
+        )
+    )
 
     def table() -> Table:
         shown = Table(box=None, pad_edge=False, header_style="bold")

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -40,7 +41,7 @@ def changed(places: Places, **values: str) -> Places:
 def test_a_host_with_nothing_on_it_gets_a_full_answer(places: Places) -> None:
     findings = doctor.examine(places)
 
-    assert len({finding.name for finding in findings}) == len(findings) == 16
+    assert len({finding.name for finding in findings}) == len(findings) == 17
     by_name = {finding.name: finding.ok for finding in findings}
     assert by_name["cpu"] is True
     for name in ("privileges", "qemu", "guest image", "tun", "memory"):
@@ -177,3 +178,26 @@ def test_piped_it_is_json_and_fails_when_something_is_missing(tmp_path: Path) ->
     assert findings["guest image"]["ok"] is False
     assert findings["guest image"]["hint"]
     assert done.returncode == 1
+
+
+@pytest.mark.parametrize("name", ["SSL_CERT_FILE", "PIP_CERT", "NODE_EXTRA_CA_CERTS"])
+def test_certificates_of_the_host_that_guests_do_not_get_are_said(places: Places, name: str) -> None:
+    found = doctor.certificates(replace(places, environ={name: "/etc/proxy.pem"}))
+
+    assert found.ok is None
+    assert name in found.detail
+    assert "https" in found.consequence
+    assert "/etc/proxy.pem" in found.hint
+
+
+@pytest.mark.parametrize("environ", [{}, {"SSL_CERT_FILE": ""}, {"HOME": "/root"}])
+def test_a_host_without_certificates_of_its_own_is_well(places: Places, environ: dict[str, str]) -> None:
+    assert doctor.certificates(replace(places, environ=environ)).ok is True
+
+
+def test_a_bundle_for_guests_ends_the_matter_if_it_can_be_read(places: Places, tmp_path: Path) -> None:
+    there = replace(places, environ={"PIP_CERT": "/x"}, ca_bundle=tmp_path / "ca.pem")
+    assert doctor.certificates(there).ok is False
+
+    (tmp_path / "ca.pem").write_text("x")
+    assert doctor.certificates(there).ok is True
