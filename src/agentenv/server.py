@@ -7,7 +7,6 @@ takes them over. Started twice on one home, the second says so and ends.
 import asyncio
 import logging
 import platform
-import signal
 import sys
 import uuid
 from collections.abc import AsyncIterator
@@ -29,16 +28,18 @@ from agentenv.api.settings import ApiSettings
 from agentenv.api.upload import Uploads
 from agentenv.config.resolve import Resolved
 from agentenv.config.schema import Settings
-from agentenv.config.secrets import load_api_key, load_credentials
+from agentenv.config.secrets import RUN_SECRETS, load_api_key, load_credentials
 from agentenv.guest.agent import HttpAgents
 from agentenv.guest.contract import CaBundle
 from agentenv.guest.image import load_guest
+from agentenv.listen import bind, heed_signals
 from agentenv.model.errors import Invalid
 from agentenv.model.sandbox import Sandbox
 from agentenv.network.settings import NetworkSettings
 from agentenv.network.slots import NetworkSlots
 from agentenv.node.catalogue import Catalogue
 from agentenv.node.collect import Collector
+from agentenv.node.exclusive import alone_in
 from agentenv.node.host import Host, NodeSettings
 from agentenv.node.log import log_change
 from agentenv.node.registry import Registry
@@ -75,17 +76,28 @@ def run(resolved: Resolved) -> None:
 async def _serve(settings: Settings) -> None:
     async with _node(settings) as (node, app):
         limits = ServerLimits(**settings.limits.model_dump(exclude={"max_body_bytes", "body_timeout_s"}))
-        server = http_server(app, settings.server.listen_host, settings.server.listen_port, limits)
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, setattr, server, "should_exit", True)
+        host, port = settings.server.listen_host, settings.server.listen_port
+        server = http_server(app, host, port, limits)
+        listening = await bind(host, port, backlog=server.config.backlog)
+        heed_signals(server, limits.stop_timeout_s)
         log.info(
             "serving",
-            url=f"http://{settings.server.listen_host}:{settings.server.listen_port}",
+            url=f"http://{host}:{listening[0].getsockname()[1]}",
+            api_key_in=key_origin(settings),
             sandboxes=len(node.sandboxes()),
         )
-        await server.serve()
+        await server.serve(sockets=listening)
     log.info("stopped; sandboxes live on")
+
+
+def key_origin(settings: Settings) -> str:
+    """Where the API key is, for people: a file, or the setting that holds it."""
+    if settings.auth.api_key is not None:
+        return "auth.api_key"
+    if settings.auth.api_key_file is not None:
+        return str(settings.auth.api_key_file)
+    mounted = RUN_SECRETS / "api-key"
+    return str(mounted if mounted.exists() else settings.paths.home / "secrets/api-key")
 
 
 @asynccontextmanager
@@ -97,6 +109,7 @@ async def _node(settings: Settings) -> AsyncIterator[tuple[NodeService, Proxy]]:
     clock = SystemClock()
     metrics = CollectorRegistry()
     async with AsyncExitStack() as opened:
+        opened.enter_context(alone_in(runtime))
         storage = PlainStorage(home / "storage")
         await storage.start()
         opened.push_async_callback(storage.close)

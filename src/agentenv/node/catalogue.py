@@ -5,6 +5,7 @@ import dataclasses
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from datetime import datetime
+from typing import Final
 
 from agentenv.aio.tasks import to_its_end
 from agentenv.model.errors import AlreadyExists, NotFound
@@ -12,6 +13,9 @@ from agentenv.model.ids import BlobId, LayerId, SnapshotId
 from agentenv.model.snapshot import Capture, Snapshot, Source
 from agentenv.state.contract import Store
 from agentenv.storage.contract import Storage
+
+_SHOWN_CHARS: Final = 128  # a name is no longer; what is longer is none
+_HOW_TO_MAKE_ONE: Final = "aenv template list shows what there is; aenv template build NAME --rootfs ROOT makes one"
 
 
 class Catalogue:
@@ -37,7 +41,7 @@ class Catalogue:
         name = id_or_name.rsplit("/", 1)[-1].removesuffix(":default")
         found = self._snapshots.get(self._names.get(name, SnapshotId(name)))
         if found is None:
-            raise NotFound("no such template or snapshot")
+            raise NotFound(f"no such template or snapshot: {id_or_name[:_SHOWN_CHARS]!r}", hint=_HOW_TO_MAKE_ONE)
         return found
 
     def check_free(self, names: Iterable[str], source: Source) -> None:

@@ -305,6 +305,16 @@ async def test_a_snapshot_that_cannot_be_recorded_is_not_there(fake: FakeHost) -
     assert fake.state(source.id) is State.RUNNING
 
 
+@pytest.mark.parametrize("name", ["nothing", "a\nb", "x" * 10_000])
+async def test_what_is_not_there_is_named_at_a_bounded_length(fake: FakeHost, name: str) -> None:
+    with pytest.raises(NotFound) as refused:
+        fake.node.find_snapshot(name)
+
+    assert repr(name[:128]) in refused.value.message
+    assert len(refused.value.message) < 200
+    assert "aenv template list" in (refused.value.hint or "")
+
+
 async def test_a_deleted_snapshot_is_collected_when_the_last_that_needs_it_is_gone(fake: FakeHost) -> None:
     source = await fake.create()
     snapshot = await fake.node.snapshot(source.id, "mine")

@@ -1,15 +1,22 @@
 """What the program decides itself: the domain that clients are told, and whose start-up lines are logged."""
 
+import asyncio
 import logging
+import os
+import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import structlog
 
 from agentenv.config.schema import Server, Settings
+from agentenv.listen import bind, heed_signals
+from agentenv.model.errors import Conflict, Invalid
 from agentenv.model.ids import new_sandbox_id
+from agentenv.proxy.inbound.serve import http_server
 from agentenv.proxy.route import ToSandbox, Via, route
-from agentenv.server import _set_up_logging, client_domain
+from agentenv.server import _set_up_logging, client_domain, key_origin
 
 
 def listening(host: str, port: int = 8123, *domains: str) -> Settings:
@@ -34,6 +41,53 @@ def test_where_localhost_may_not_lead_here_nothing_is_told(host: str, port: int)
 
 def test_a_domain_of_the_operator_wins() -> None:
     assert client_domain(listening("127.0.0.1", 8123, "first.example.com", "second.example.com")) == "first.example.com"
+
+
+async def test_a_port_in_use_is_said_with_what_to_set() -> None:
+    (first,) = await bind("127.0.0.1", 0, backlog=1)
+    with first:
+        port = first.getsockname()[1]
+        with pytest.raises(Conflict, match=str(port)) as refused:
+            await bind("127.0.0.1", port, backlog=1)
+
+    assert refused.value.hint == "set server.listen_port"
+
+
+async def test_an_address_of_another_machine_is_invalid() -> None:
+    with pytest.raises(Invalid, match=r"192\.0\.2\.1"):
+        await bind("192.0.2.1", 0, backlog=1)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+async def test_a_signal_is_answered_with_how_long_stopping_may_take(number: signal.Signals) -> None:
+    async def app(_scope: object, _receive: object, _send: object) -> None:
+        """Nobody asks."""
+
+    server = http_server(app)
+    loop = asyncio.get_running_loop()
+    listening = await bind("127.0.0.1", 0, backlog=1)
+    try:
+        with structlog.testing.capture_logs() as logs:
+            heed_signals(server, 7.0)
+            serving = asyncio.create_task(server.serve(sockets=listening))
+            loop.call_soon(os.kill, os.getpid(), number)  # after the task's first step, which takes the signals over
+            async with asyncio.timeout(30):
+                await serving
+    finally:
+        for each in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(each)
+
+    assert [line["event"] for line in logs] == ["stopping; requests under way get 7 s"]
+
+
+def test_the_place_of_the_key_is_known_without_the_key(tmp_path: Path) -> None:
+    def origin(**auth: str) -> str:
+        return key_origin(Settings.model_validate({"paths": {"home": str(tmp_path)}, "auth": auth}))
+
+    key = "k" * 40
+    assert origin() == f"{tmp_path}/secrets/api-key"
+    assert origin(api_key_file="/x/key") == "/x/key"
+    assert origin(api_key=key) == "auth.api_key"
 
 
 @pytest.fixture
