@@ -16,7 +16,7 @@ import termios
 import threading
 import tty
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from types import FrameType
@@ -37,6 +37,7 @@ SIGNAL_TEXTS: Final = (
 SIGNALS: Final = {text: number for number, text in enumerate(SIGNAL_TEXTS, start=1)}
 REMARKS: Final = (" (core dumped)", " (out of memory)")  # after the name of a signal, any of them
 START, INPUT, CLOSE = "process.Process/Start", "process.Process/SendInput", "process.Process/CloseStdin"
+ENDING: Final = (signal.SIGTERM, signal.SIGHUP)  # after either, the command is asked to end and we do not wait for it
 SIGNAL, UPDATE = "process.Process/SendSignal", "process.Process/Update"
 
 
@@ -52,26 +53,59 @@ def execute(
     """Run *command* to its end and return its exit code; 128 + N for one ended by signal N."""
     request: dict[str, Any] = {"process": _process(command, cwd, env), "stdin": with_input}
     interrupts = _Interrupts(sandbox)
-    before = signal.signal(signal.SIGINT, interrupts)
     try:
-        for frame in sandbox.stream(START, request, user=user):
-            event = frame.message.get("event", {})
-            if "start" in event:
-                interrupts.pid = pid = int(event["start"]["pid"])
-                if with_input:
-                    _in_thread(partial(_send_input, sandbox, pid, sys.stdin.buffer))
-            for name, data in event.get("data", {}).items():
-                _write(sys.stderr.buffer if name == "stderr" else sys.stdout.buffer, base64.b64decode(data))
-            if "end" in event:
-                return exit_code(event["end"])
+        with _handled(interrupts):
+            return _run(sandbox, request, user, interrupts)
     except BrokenPipeError:
         # Nobody reads the output any more. On this machine the command would be ended by its next write.
         if interrupts.pid is not None:
             sandbox.unary(SIGNAL, {"process": {"pid": interrupts.pid}, "signal": "SIGNAL_SIGTERM"})
         raise
-    finally:
-        signal.signal(signal.SIGINT, before)
+    except _EndedError as ended:
+        if interrupts.pid is not None:
+            with suppress(CliError):  # the command may have ended meanwhile
+                sandbox.unary(SIGNAL, {"process": {"pid": interrupts.pid}, "signal": "SIGNAL_SIGTERM"})
+        return 128 + ended.number
+
+
+def _run(sandbox: SandboxClient, request: dict[str, Any], user: str | None, interrupts: "_Interrupts") -> int:
+    with_input = request["stdin"]
+    for frame in sandbox.stream(START, request, user=user):
+        event = frame.message.get("event", {})
+        if "start" in event:
+            interrupts.pid = pid = int(event["start"]["pid"])
+            if with_input:
+                _in_thread(partial(_send_input, sandbox, pid, sys.stdin.buffer))
+        for name, data in event.get("data", {}).items():
+            _write(sys.stderr.buffer if name == "stderr" else sys.stdout.buffer, base64.b64decode(data))
+        if "end" in event:
+            return exit_code(event["end"])
     raise CliError("the sandbox did not say how the command ended")
+
+
+@contextmanager
+def _handled(interrupts: "_Interrupts") -> Iterator[None]:
+    """Ctrl-C goes to the command; a signal to end comes as `_EndedError`, unless it is ignored, as under nohup."""
+    handlers: dict[signal.Signals, Any] = {signal.SIGINT: interrupts}
+    handlers |= {one: _end for one in ENDING if signal.getsignal(one) is not signal.SIG_IGN}
+    before = {one: signal.signal(one, handler) for one, handler in handlers.items()}
+    try:
+        yield
+    finally:
+        for one, handler in before.items():
+            signal.signal(one, handler)
+
+
+class _EndedError(BaseException):
+    """A signal told us to end. Not an `Exception`, so that nothing on the way takes it for a failure of its own."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
+def _end(number: int, _frame: FrameType | None) -> None:
+    raise _EndedError(number)
 
 
 @dataclass(slots=True)

@@ -1,6 +1,7 @@
 """`aenv exec` against an agent behind the proxy: output, input, exit codes."""
 
 import base64
+import signal
 import subprocess
 
 import pytest
@@ -77,6 +78,21 @@ def test_a_command_ends_with_the_reader_of_its_output(world: World, aenv: Termin
         child.stdout.close()
         assert (child.wait(WAIT_S), child.stderr.read()) == (0, b"")
 
+    assert world.agent.signals == ["SIGNAL_SIGTERM"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_command_ends_with_us(world: World, aenv: Terminal, sandbox: str, number: signal.Signals) -> None:
+    with subprocess.Popen(
+        aenv.command("exec", sandbox, "yes"), env=aenv.environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as child:
+        assert child.stdout is not None
+        assert child.stdout.read(2) == b"y\n"
+        child.send_signal(number)
+        _, said = child.communicate(timeout=WAIT_S)
+
+    assert (child.returncode, said) == (128 + number, b"")
     assert world.agent.signals == ["SIGNAL_SIGTERM"]
 
 
