@@ -13,6 +13,8 @@ from rich.table import Table
 
 out = Console()
 err = Console(stderr=True)
+# An id in two parts cannot be copied; the other columns here are narrow enough.
+UNBROKEN = {"SANDBOX", "SNAPSHOT", "STATE", "STARTED", "ENDS", "CPU", "MIB", "CREATED"}
 
 
 def for_people() -> bool:
@@ -24,9 +26,9 @@ def show(value: Any, columns: Sequence[tuple[str, str]], *, as_json: bool = Fals
     if as_json or not for_people():
         print_json(value)
         return
-    table = Table(box=None, pad_edge=False, header_style="bold")
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
     for title, _ in columns:
-        table.add_column(title, overflow="fold")
+        table.add_column(title, overflow="fold", no_wrap=title in UNBROKEN, min_width=len(title))
     for row in value if isinstance(value, list) else [value]:
         table.add_row(*(escape(plain(_cell(row.get(key)))) for _, key in columns))
     out.print(table)

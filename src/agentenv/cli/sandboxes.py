@@ -11,6 +11,7 @@ from agentenv.cli import process
 from agentenv.cli.client import USAGE, CliError, told
 from agentenv.cli.context import client_of
 from agentenv.cli.output import complain, field, for_people, out, plain, print_json, say, show, working
+from agentenv.cli.times import brief
 
 COLUMNS = (
     ("SANDBOX", "sandboxID"),
@@ -22,6 +23,7 @@ COLUMNS = (
     ("MIB", "memoryMB"),
     ("METADATA", "metadata"),
 )
+WIDE = 100  # columns of a terminal that has room for all of them, with an id in one piece
 Json = Annotated[bool, typer.Option("--json", help="JSON also on a terminal.")]
 COMPLETION_TIMEOUT = httpx.Timeout(2.0)  # of each step; somebody has pressed Tab and waits
 DURATION = re.compile(r"(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s?)?")
@@ -110,12 +112,19 @@ def list_sandboxes(
         for sandbox in sandboxes:
             print(sandbox["sandboxID"])
     else:
-        show(sandboxes if as_json or not for_people() else [_exact(one) for one in sandboxes], COLUMNS, as_json=as_json)
+        table = not as_json and for_people()
+        dropped: tuple[str, ...] = ("metadata",)
+        if any(one.get("metadata") for one in sandboxes):
+            dropped = ("cpuCount", "memoryMB") if out.width < WIDE else ()
+        columns = [(title, key) for title, key in COLUMNS if key not in dropped]
+        show([_row(one) for one in sandboxes] if table else sandboxes, columns, as_json=as_json)
 
 
-def _exact(sandbox: dict[str, Any]) -> dict[str, Any]:
-    """*sandbox* with its exact state where the server gives it: one in error is "paused" to the E2B API."""
-    return {**sandbox, "state": sandbox.get("lifecycleState") or sandbox.get("state")}
+def _row(sandbox: dict[str, Any]) -> dict[str, Any]:
+    """*sandbox* as the table has it: times as distances, and the exact state, as one in error is "paused" to E2B."""
+    state = sandbox.get("lifecycleState") or sandbox.get("state")
+    times = {key: brief(sandbox[key]) for key in ("startedAt", "endAt") if sandbox.get(key)}
+    return {**sandbox, "state": state, **times}
 
 
 def info(context: typer.Context, sandbox_id: SandboxId, as_json: Json = False) -> None:

@@ -69,6 +69,19 @@ def test_ls_on_a_terminal_shows_the_exact_state(world: World, aenv: Terminal) ->
     assert aenv.on_pty("ls").out.strip().split("\n")[1].split()[2] == "error"
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("metadata", [{}, {"purpose": "a long note on what this one is for"}])
+def test_ls_on_a_narrow_terminal_keeps_ids_whole(world: World, aenv: Terminal, metadata: dict[str, str]) -> None:
+    sandbox = world.node.add_sandbox(metadata=metadata)
+
+    rows = aenv.on_pty("ls", columns=80).out.strip().split("\n")
+
+    assert rows[1].startswith(f"{sandbox.id} ")
+    assert " ago " in rows[1]
+    assert " in " in rows[1]
+    assert max(map(len, rows)) <= 80
+
+
 def test_info(world: World, aenv: Terminal) -> None:
     sandbox = world.node.add_sandbox()
 
