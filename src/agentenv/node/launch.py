@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager
 from agentenv.aio.failpoints import failpoint
 from agentenv.aio.tasks import spawn
 from agentenv.guest.contract import Agent, Identity
-from agentenv.model.errors import Bug, Unavailable
+from agentenv.model.errors import Bug, NotFound, Unavailable
 from agentenv.model.ids import SandboxId
 from agentenv.model.lifecycle import State
 from agentenv.model.sandbox import Sandbox
@@ -51,7 +51,11 @@ async def launched(host: Host, sandbox: Sandbox, capture: Capture, *, verb: str)
             await host.storage.fill_memory(sandbox.id, pid)
 
         with host.timings.stage(verb, "restore"):
-            instance = await host.vmm.restore(plan, host.storage.blob_path(capture.device_state), fill)
+            try:
+                instance = await host.vmm.restore(plan, host.storage.blob_path(capture.device_state), fill)
+            except NotFound as error:
+                # Something of the host's has gone (a namespace, a state): no answer to who asked for a template.
+                raise Unavailable(f"the virtual machine could not be started: {error}") from error
             # From here on a slot must not be given back before its VMM is gone, and `retire` knows how.
             taken.pop_all()
             agent = host.agents.agent(slot.address, secret=host.credentials.control_secret(sandbox.id))

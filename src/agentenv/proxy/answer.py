@@ -15,6 +15,7 @@ from agentenv.proxy.headers import Headers
 
 MAX_HEAD_BYTES: Final = 64 * 1024
 MAX_HEADERS: Final = 256
+MAX_INTERIM: Final = 16  # a guest could send 1xx answers for ever, and keep the loop busy with them
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +55,7 @@ class AnswerReader:
         self._ends_with_connection = False
         self._headers: list[tuple[bytes, bytes]] = []
         self._field_bytes = 0
+        self._interim = 0
         self._unread_bytes = 0  # fed since anything came of it; the parser holds on to unfinished fields
         self._body: list[bytes] = []
         self._parser = httptools.HttpResponseParser(self)
@@ -107,6 +109,9 @@ class AnswerReader:
         status = self._parser.get_status_code()
         if 100 <= status < 200 and status != 101:
             self.is_continued = self.is_continued or status == 100
+            self._interim += 1
+            if self._interim > MAX_INTERIM:
+                raise _TooMuch("too many answers that are none yet")
             self._headers = []
             self._unread_bytes = 0
             return

@@ -33,6 +33,8 @@ from agentenv.model.errors import AgentEnvError, Invalid, NoSpace, Unsupported
 
 CHUNK_BYTES: Final = 1 << 20
 BLOCK_BYTES: Final = 4096
+MAX_PATH_BYTES: Final = 4095  # PATH_MAX less the closing zero
+MAX_DEPTH: Final = 512
 ADDRESS_SPACE_BYTES: Final = 2 << 30  # an extended header is read whole; one of gigabytes must not take the host down
 TRAILING_BYTES: Final = 1 << 20
 REPORT_EVERY_BYTES: Final = 32 << 20
@@ -204,6 +206,8 @@ def _inside(name: str) -> str:
     parts = [part for part in name.split("/") if part not in ("", ".")]
     if ".." in parts:
         raise Invalid(f"the archive holds a path that climbs: {name!r}")
+    if len(os.fsencode(name)) > MAX_PATH_BYTES or len(parts) > MAX_DEPTH:
+        raise Invalid(f"the archive holds a path that no system call takes: {name[:80]!r}...")
     return "/" + "/".join(parts)
 
 

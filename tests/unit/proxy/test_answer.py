@@ -152,3 +152,11 @@ def test_no_bytes_do_worse_than_garbage(parts: list[bytes]) -> None:
         return
     reader.feed_eof()
     assert not reader.is_complete or reader.head is not None
+
+
+def test_interim_answers_have_an_end() -> None:
+    reader = AnswerReader(head_only=False)
+
+    with pytest.raises(GuestGarbage):
+        for _ in range(1000):
+            reader.feed(b"HTTP/1.1 100 Continue\r\n\r\n")

@@ -149,6 +149,14 @@ async def test_a_path_that_climbs_is_refused(tmp_path: Path, outside: Path, name
     assert leftovers(tmp_path) == []
 
 
+async def test_a_path_longer_than_any_system_call_takes_is_refused(tmp_path: Path) -> None:
+    archive = make_tar(tmp_path / "deep.tar", (member("a/" * 3000 + "b"), b"x"))
+
+    with pytest.raises(Invalid, match="no system call takes"):
+        await build_ext4(archive, tmp_path / "disk", 16)
+    assert leftovers(tmp_path) == []
+
+
 async def test_an_absolute_path_lands_inside(tmp_path: Path, outside: Path) -> None:
     archive = make_tar(tmp_path / "evil.tar", directory("etc"), (member(str(outside)), b"inside"))
 

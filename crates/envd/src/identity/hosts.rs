@@ -6,6 +6,7 @@ use std::path::Path;
 use rustix::system::{sethostname, uname};
 
 use crate::etc;
+use crate::say;
 
 /// Marks the line that is ours in `/etc/hosts`.
 const MARK: &str = "# set by agentenv";
@@ -13,12 +14,25 @@ const MARK: &str = "# set by agentenv";
 /// Names the machine, in the kernel and in `/etc`.
 ///
 /// # Errors
-/// Those of the kernel and of the file system.
+/// Those of the kernel. A file that cannot be written is only told of.
 pub(crate) fn set_hostname(name: &str) -> io::Result<()> {
     if uname().nodename().to_bytes() != name.as_bytes() {
         sethostname(name.as_bytes())?;
     }
-    etc::overwrite(Path::new("/etc/hostname"), &format!("{name}\n"), 0o644, true)?;
+    // What the guest's owner has made of its own files must not cost him the sandbox.
+    for written in [write_hostname(name), write_hosts(name)] {
+        if let Err(error) = written {
+            say!("the name of the machine: {error}");
+        }
+    }
+    Ok(())
+}
+
+fn write_hostname(name: &str) -> io::Result<()> {
+    etc::overwrite(Path::new("/etc/hostname"), &format!("{name}\n"), 0o644, true)
+}
+
+fn write_hosts(name: &str) -> io::Result<()> {
     let hosts = Path::new("/etc/hosts");
     let old = etc::read(hosts)?.unwrap_or_default();
     etc::overwrite(hosts, &with_name(&old, name), 0o644, true)

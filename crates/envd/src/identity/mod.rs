@@ -17,6 +17,7 @@ use wire::time::Timestamp;
 use crate::accounts;
 use crate::app::App;
 use crate::etc;
+use crate::say;
 
 pub(crate) use hosts::set_hostname;
 
@@ -60,10 +61,10 @@ pub(crate) fn apply(app: &App, request: InitRequest) -> Result<(), Failure> {
         step("hostname", set_hostname(&sanitise_hostname(&name)))?;
     }
     if let Some(id) = request.machine_id.filter(|_| powers.identity) {
-        step(
-            "machineId",
-            etc::overwrite(Path::new("/etc/machine-id"), &format!("{}\n", id.to_ascii_lowercase()), 0o444, false),
-        )?;
+        let line = format!("{}\n", id.to_ascii_lowercase());
+        if let Err(error) = etc::overwrite(Path::new("/etc/machine-id"), &line, 0o444, false) {
+            say!("/etc/machine-id: {error}");
+        }
     }
     if let Some(bundle) = bundle.filter(|_| powers.identity && !has_bundle) {
         settings.ca_installed = Some(step("caBundle", ca::install(&bundle, settings.ca_installed.as_deref()))?);
