@@ -11,7 +11,7 @@ from agentenv.cli import process
 from agentenv.cli.client import USAGE, CliError, told
 from agentenv.cli.context import client_of
 from agentenv.cli.output import complain, field, for_people, out, plain, print_json, say, show, working
-from agentenv.cli.times import brief
+from agentenv.cli.times import brief, clock
 
 COLUMNS = (
     ("SANDBOX", "sandboxID"),
@@ -25,6 +25,7 @@ COLUMNS = (
 )
 WIDE = 100  # columns of a terminal that has room for all of them, with an id in one piece
 Json = Annotated[bool, typer.Option("--json", help="JSON also on a terminal.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Ids only, one a line, also when piped.")]
 COMPLETION_TIMEOUT = httpx.Timeout(2.0)  # of each step; somebody has pressed Tab and waits
 DURATION = re.compile(r"(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s?)?")
 
@@ -75,9 +76,10 @@ def start(
     auto_pause: Annotated[bool, typer.Option(help="Pause, rather than kill, at the end.")] = False,
     auto_resume: Annotated[bool, typer.Option(help="Let traffic wake it when it is paused.")] = False,
     internet: Annotated[bool, typer.Option(help="Let it reach the internet.")] = True,
+    quiet: Quiet = False,
     as_json: Json = False,
 ) -> None:
-    """Start a sandbox and print its id."""
+    """Start a sandbox and print its id; when piped, all about it as JSON, unless -q."""
     body: dict[str, Any] = {
         "templateID": template,
         "timeout": timeout,
@@ -90,8 +92,8 @@ def start(
         body["allow_internet_access"] = False
     with working(f"starting {template}"):
         sandbox = client_of(context).call("POST", "v2", "sandboxes", json=body)
-    if for_people() and not as_json:
-        out.print(sandbox["sandboxID"], highlight=False)
+    if quiet or (for_people() and not as_json):
+        print(sandbox["sandboxID"])
     else:
         print_json(sandbox)
 
@@ -100,7 +102,7 @@ def list_sandboxes(
     context: typer.Context,
     state: Annotated[str | None, typer.Option(help="running, paused, or both with a comma.")] = None,
     metadata: Annotated[list[str] | None, typer.Option("--metadata", "-m", help="NAME=VALUE that must match.")] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Ids only.")] = False,
+    quiet: Quiet = False,
     as_json: Json = False,
 ) -> None:
     """List sandboxes."""
@@ -178,7 +180,7 @@ def resume(context: typer.Context, sandbox_id: SandboxId, timeout: Duration = "5
     """Let a paused sandbox go on; of a running one, only extend its life."""
     with working("resuming"):
         client_of(context).call("POST", "v2", "sandboxes", sandbox_id, "connect", json={"timeout": timeout})
-    say("running")
+    _say_until(context, sandbox_id)
 
 
 def fork(
@@ -186,18 +188,22 @@ def fork(
     sandbox_id: SandboxId,
     count: Annotated[int, typer.Option("--count", "-n", min=1, help="How many children.")] = 1,
     timeout: Duration = "5m",  # type: ignore[assignment]
+    quiet: Quiet = False,
     as_json: Json = False,
 ) -> None:
-    """Make copies of a running sandbox that go on from the same instant; print their ids."""
+    """Copy a running sandbox; each copy goes on from the same instant.
+
+    Prints the ids of the copies; when piped, all about them as JSON, unless -q.
+    """
     with working(f"forking into {count}"):
         children = client_of(context).call(
             "POST", "sandboxes", sandbox_id, "fork", json={"count": count, "timeout": timeout}
         )
     failed = [child["error"] for child in children if child.get("error")]
-    if for_people() and not as_json:
+    if quiet or (for_people() and not as_json):
         for child in children:
             if child.get("sandbox"):
-                out.print(child["sandbox"]["sandboxID"], highlight=False)
+                print(child["sandbox"]["sandboxID"])
     else:
         print_json(children)
     for error in failed:
@@ -213,6 +219,16 @@ def timeout(
 ) -> None:
     """Set when a sandbox ends, earlier or later than now planned."""
     client_of(context).call("POST", "sandboxes", sandbox_id, "timeout", json={"timeout": duration})
+    _say_until(context, sandbox_id)
+
+
+def _say_until(context: typer.Context, sandbox_id: str) -> None:
+    """Say when the sandbox ends; nothing where it has ended already, as that is no failure of what was asked."""
+    try:
+        ends = client_of(context).call("GET", "sandboxes", sandbox_id).get("endAt")
+    except CliError:
+        return
+    say("running" if not ends or brief(ends) == "-" else f"running until {clock(ends)}")
 
 
 def logs(
@@ -223,6 +239,8 @@ def logs(
 ) -> None:
     """Print the last lines of a sandbox's console: text on a terminal, a JSON list elsewhere."""
     answer = client_of(context).call("GET", "sandboxes", sandbox_id, "logs", params={"limit": limit})
+    if not answer["logEntries"] and not as_json:
+        say("nothing on the console since the virtual machine was started")
     if as_json or not for_people():
         print_json(answer["logEntries"])
         return

@@ -15,7 +15,7 @@ from typer.core import TyperGroup
 from agentenv.cli.client import USAGE, CliError, told
 from agentenv.cli.context import client_of
 from agentenv.cli.output import for_people, out, print_json, progress_bar, show, working
-from agentenv.cli.sandboxes import Json, SandboxId
+from agentenv.cli.sandboxes import Json, Quiet, SandboxId
 
 TEMPLATE_COLUMNS = (
     ("NAME", "names"),
@@ -109,14 +109,18 @@ def create_snapshot(
     context: typer.Context,
     sandbox_id: SandboxId,
     name: Annotated[str | None, typer.Option(help="A name to start it by.")] = None,
+    quiet: Quiet = False,
 ) -> None:
-    """Keep the live state of a sandbox, which runs on; print the snapshot's id."""
+    """Keep the live state of a sandbox, which runs on.
+
+    Prints the snapshot's id; when piped, all about it as JSON, unless -q.
+    """
     with working("taking a snapshot"):
         made = client_of(context).call(
             "POST", "sandboxes", sandbox_id, "snapshots", json={"name": name} if name else {}
         )
-    if for_people():
-        out.print(made["snapshotID"], highlight=False)
+    if quiet or for_people():
+        print(made["snapshotID"])
     else:
         print_json(made)
 

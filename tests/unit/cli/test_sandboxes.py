@@ -180,6 +180,29 @@ def test_logs_on_a_terminal_are_text_that_the_terminal_does_not_obey(world: Worl
     assert json.loads(aenv.on_pty("logs", "--json", sandbox.id).out)[0]["message"] == "a\x1b[2Jb [/x]"
 
 
+def test_logs_of_a_silent_console_say_so(world: World, aenv: Terminal) -> None:
+    sandbox = world.node.add_sandbox()
+
+    assert "nothing on the console" in aenv("logs", sandbox.id).err
+    assert aenv("logs", "--json", sandbox.id).err == ""
+
+
+def test_quiet_is_ids_only(world: World, aenv: Terminal) -> None:
+    started = aenv("start", "-q").out.split()
+    forked = aenv("fork", "-q", "-n", "2", *started).out.split()
+
+    assert (len(started), len(forked)) == (1, 2)
+    assert {*started, *forked} == world.ids
+
+
+def test_until_when_it_runs(world: World, aenv: Terminal) -> None:
+    sandbox = world.node.add_sandbox()
+
+    assert aenv("timeout", sandbox.id, "2h").err.startswith("running until ")
+    assert aenv("pause", sandbox.id).code == 0
+    assert aenv("resume", sandbox.id).err.startswith("running until ")
+
+
 def test_delete_by_id(world: World, aenv: Terminal) -> None:
     first, second, third = (world.node.add_sandbox().id for _ in range(3))
 

@@ -46,6 +46,12 @@ def test_a_snapshot_is_made_listed_and_deleted(world: World, aenv: Terminal, wor
     assert json.loads(aenv("snapshot", "list").out) == []
 
 
+def test_quiet_is_the_id_only(world: World, aenv: Terminal) -> None:
+    made = aenv("snapshot", world.node.add_sandbox().id, "-q").out.split()
+
+    assert [one["snapshotID"] for one in json.loads(aenv("snapshot", "list").out)] == made
+
+
 def test_a_bad_name_makes_no_snapshot(world: World, aenv: Terminal) -> None:
     run = aenv("snapshot", world.node.add_sandbox().id, "--name", "../x")
 
