@@ -28,7 +28,7 @@ CORES = 2
 
 def run() -> list[Row]:
     """All rows of the group."""
-    with running_server("bench", prefix="aeb") as server, server.sdk():
+    with running_server("bench", prefix="aeb", net=115) as server, server.sdk():
         floor = measure_floor(server, N)
         answer_p50, capture_p50 = percentile(floor.answers_ms, 50), percentile(floor.captures_ms, 50)
         rows = [
