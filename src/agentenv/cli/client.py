@@ -6,7 +6,7 @@ Synchronous on purpose: a command does one thing and ends.
 import json
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -26,13 +26,14 @@ USAGE: Final = 2  # the exit code for what was asked wrongly
 
 
 class CliError(Exception):
-    """Something the person at the terminal should read. ``code`` is the exit code."""
+    """Something the person at the terminal should read. ``code`` is the exit code, ``status`` that of HTTP, if any."""
 
-    def __init__(self, message: str, *, hint: str | None = None, code: int = 1) -> None:
+    def __init__(self, message: str, *, hint: str | None = None, code: int = 1, status: int | None = None) -> None:
         super().__init__(message)
         self.message = message
         self.hint = hint
         self.code = code
+        self.status = status
 
 
 def path_of(*segments: str) -> str:
@@ -62,14 +63,14 @@ def resolve_target(url: str | None, api_key: str | None) -> Target:
     url = url or environ.get("AENV_API_URL") or environ.get("E2B_API_URL") or DEFAULT_URL
     api_key = api_key or environ.get("AENV_API_KEY") or environ.get("E2B_API_KEY")
     if not api_key:
-        home = environ.get("AENV_HOME_PATH")
+        home = environ.get("AENV_HOME_PATH") or environ.get("AENV_PATHS_HOME")
         key_file = Path(home) / "secrets/api-key" if home else DEFAULT_KEY_FILE
         try:
             api_key = key_file.read_text().strip()
         except OSError as error:
             raise CliError(
                 f"no API key: {key_file} cannot be read ({error.strerror})",
-                hint="set AENV_API_KEY, or run as the user that runs the server",
+                hint="set AENV_API_KEY, or AENV_PATHS_HOME to the home of the server, or run as the user that runs it",
             ) from error
     if not (api_key.isascii() and api_key.isprintable()):
         raise CliError("the API key has characters that no key has", hint="see AENV_API_KEY", code=USAGE)
@@ -98,6 +99,19 @@ class Client:
             answer = self._http.request(method, path, **arguments)
         _raise_for(answer.status_code, answer.content)
         return self._parsed(answer) if answer.content else None
+
+    def call_running(self, method: str, sandbox_id: str, verb: str, **arguments: Any) -> Any:
+        """`call` of what only a running sandbox does; where it is paused or in error, the hint is what helps then."""
+        try:
+            return self.call(method, "sandboxes", sandbox_id, verb, **arguments)
+        except CliError as error:
+            if error.status == 409:
+                with suppress(CliError):  # what it was asked for matters more than why the state is not known
+                    detail = self.call("GET", "sandboxes", sandbox_id)
+                    exact = detail.get("lifecycleState") or detail.get("state")
+                    helps = {"paused": f"aenv resume {sandbox_id}", "error": f"aenv delete {sandbox_id}"}
+                    error.hint = helps.get(exact, error.hint)
+            raise
 
     def pages(
         self, *segments: str, params: dict[str, str] | None = None, timeout: httpx.Timeout = TIMEOUT
@@ -227,4 +241,4 @@ def _raise_for(status: int, body: bytes) -> None:
         message, hint = body[:500].decode(errors="replace") or "no reason given", None
     if status == 401:
         hint = hint or "is this the server's key? see AENV_API_KEY"
-    raise CliError(f"{message} ({status})", hint=hint)
+    raise CliError(f"{message} ({status})", hint=hint, status=status)

@@ -27,7 +27,7 @@ WIDE = 100  # columns of a terminal that has room for all of them, with an id in
 Json = Annotated[bool, typer.Option("--json", help="JSON also on a terminal.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Ids only, one a line, also when piped.")]
 COMPLETION_TIMEOUT = httpx.Timeout(2.0)  # of each step; somebody has pressed Tab and waits
-DURATION = re.compile(r"(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s?)?")
+DURATION = re.compile(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s?)?")
 
 
 def complete_sandbox(context: typer.Context, incomplete: str) -> list[str]:
@@ -45,12 +45,12 @@ SandboxId = Annotated[
 
 
 def parse_duration(text: str) -> int:
-    """Seconds of ``90``, ``90s``, ``5m`` or ``1h30m``."""
+    """Seconds of ``90``, ``90s``, ``5m``, ``1h30m`` or ``1d``."""
     match = DURATION.fullmatch(text.strip())
     if not match or not any(match.groups()):
-        raise typer.BadParameter(f"{text!r} is not a length of time like 90, 90s, 5m or 1h30m")
-    hours, minutes, seconds = (int(group or 0) for group in match.groups())
-    return hours * 3600 + minutes * 60 + seconds
+        raise typer.BadParameter(f"{text!r} is not a length of time like 90, 90s, 5m, 1h30m or 1d")
+    days, hours, minutes, seconds = (int(group or 0) for group in match.groups())
+    return days * 86400 + hours * 3600 + minutes * 60 + seconds
 
 
 Duration = Annotated[int, typer.Option("--timeout", "-t", parser=parse_duration, help="Time to live: 90, 5m, 1h30m.")]
@@ -67,9 +67,20 @@ def pairs(values: list[str] | None, what: str) -> dict[str, str]:
     return found
 
 
+def complete_template(context: typer.Context, incomplete: str) -> list[str]:
+    """Names of the templates there are; nothing when the server cannot be asked quickly."""
+    try:
+        templates = client_of(context).pages("v2", "templates", timeout=COMPLETION_TIMEOUT)
+        return [name for one in templates for name in one["names"] if name.startswith(incomplete)]
+    except CliError:
+        return []
+
+
 def start(
     context: typer.Context,
-    template: Annotated[str, typer.Argument(help="Template or snapshot: name or id.")] = "base",
+    template: Annotated[
+        str, typer.Argument(help="Template or snapshot: name or id.", autocompletion=complete_template)
+    ] = "base",
     timeout: Duration = "5m",  # type: ignore[assignment]
     metadata: Annotated[list[str] | None, typer.Option("--metadata", "-m", help="NAME=VALUE, repeatable.")] = None,
     env: Annotated[list[str] | None, typer.Option("--env", "-e", help="NAME=VALUE, repeatable.")] = None,
@@ -152,6 +163,12 @@ def execute(
     """Run a command in a sandbox; its output and exit code are this command's own."""
     if command[:1] == ["--"]:
         command = command[1:]
+    elif command and command[0].startswith("-"):
+        raise CliError(
+            f"{command[0]} is no program",
+            hint="options go before the sandbox id; a program of that name goes after --",
+            code=USAGE,
+        )
     if not command:
         raise CliError("which command?", code=USAGE)
     sandbox = client_of(context).sandbox(sandbox_id)
@@ -196,8 +213,8 @@ def fork(
     Prints the ids of the copies; when piped, all about them as JSON, unless -q.
     """
     with working(f"forking into {count}"):
-        children = client_of(context).call(
-            "POST", "sandboxes", sandbox_id, "fork", json={"count": count, "timeout": timeout}
+        children = client_of(context).call_running(
+            "POST", sandbox_id, "fork", json={"count": count, "timeout": timeout}
         )
     failed = [child["error"] for child in children if child.get("error")]
     if quiet or (for_people() and not as_json):
@@ -215,10 +232,10 @@ def fork(
 def timeout(
     context: typer.Context,
     sandbox_id: SandboxId,
-    duration: Annotated[int, typer.Argument(parser=parse_duration, help="From now: 90, 5m, 1h30m.")],
+    duration: Annotated[int, typer.Argument(parser=parse_duration, help="From now: 90, 5m, 1h30m, 1d.")],
 ) -> None:
     """Set when a sandbox ends, earlier or later than now planned."""
-    client_of(context).call("POST", "sandboxes", sandbox_id, "timeout", json={"timeout": duration})
+    client_of(context).call_running("POST", sandbox_id, "timeout", json={"timeout": duration})
     _say_until(context, sandbox_id)
 
 

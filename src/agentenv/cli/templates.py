@@ -15,7 +15,7 @@ from typer.core import TyperGroup
 from agentenv.cli.client import USAGE, CliError, told
 from agentenv.cli.context import client_of
 from agentenv.cli.output import for_people, out, print_json, progress_bar, show, working
-from agentenv.cli.sandboxes import Json, Quiet, SandboxId
+from agentenv.cli.sandboxes import Json, Quiet, SandboxId, complete_template
 
 TEMPLATE_COLUMNS = (
     ("NAME", "names"),
@@ -97,7 +97,10 @@ def list_templates(context: typer.Context, as_json: Json = False) -> None:
 @templates.command("delete")
 @templates.command("rm", hidden=True)
 def delete_template(
-    context: typer.Context, names: Annotated[list[str], typer.Argument(help="Names or ids.", show_default=False)]
+    context: typer.Context,
+    names: Annotated[
+        list[str], typer.Argument(help="Names or ids.", autocompletion=complete_template, show_default=False)
+    ],
 ) -> None:
     """Delete templates or snapshots; sandboxes made from them live on."""
     for name in names:
@@ -116,8 +119,8 @@ def create_snapshot(
     Prints the snapshot's id; when piped, all about it as JSON, unless -q.
     """
     with working("taking a snapshot"):
-        made = client_of(context).call(
-            "POST", "sandboxes", sandbox_id, "snapshots", json={"name": name} if name else {}
+        made = client_of(context).call_running(
+            "POST", sandbox_id, "snapshots", json={"name": name} if name else {}
         )
     if quiet or for_people():
         print(made["snapshotID"])

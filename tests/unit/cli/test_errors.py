@@ -113,15 +113,17 @@ def test_no_key_file(aenv: Terminal, tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert run.code == 1
     assert "no API key" in run.err
     assert str(tmp_path / "home/secrets/api-key") in run.err
+    assert "AENV_PATHS_HOME" in run.err
 
 
+@pytest.mark.parametrize("name", ["AENV_HOME_PATH", "AENV_PATHS_HOME"])
 def test_the_key_file_of_a_server_on_this_machine(
-    world: World, aenv: Terminal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    world: World, aenv: Terminal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     (tmp_path / "secrets").mkdir()
     (tmp_path / "secrets/api-key").write_text(os.environ["AENV_API_KEY"] + "\n")
     monkeypatch.delenv("AENV_API_KEY")
-    monkeypatch.setenv("AENV_HOME_PATH", str(tmp_path))
+    monkeypatch.setenv(name, str(tmp_path))
 
     assert aenv("ls").code == 0
 
@@ -158,6 +160,16 @@ def test_ids_are_completed(world: World, aenv: Terminal) -> None:
     assert sandbox.id in aenv.process(environment=typed).out.split()
     silent = aenv.process(environment=typed | {"AENV_API_URL": "http://127.0.0.1:1"})
     assert (silent.out.split(), silent.err) == ([], "")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", ["start", "template delete"])
+def test_templates_are_completed(world: World, aenv: Terminal, words: str) -> None:
+    world.node.add_template("other")
+    position = str(len(words.split()) + 1)
+    typed = {"_AENV_COMPLETE": "complete_bash", "COMP_WORDS": f"aenv {words} ot", "COMP_CWORD": position}
+
+    assert [one.split(":")[0] for one in aenv.process(environment=typed).out.split()] == ["other"]
 
 
 def test_unknown_sandbox(aenv: Terminal) -> None:

@@ -123,3 +123,13 @@ def test_wrong_usage(aenv: Terminal, sandbox: str) -> None:
     assert aenv("exec", "-e", "novalue", sandbox, "exit", "0").code == 2
     assert aenv("shell", sandbox).code in (1, 2)
     assert aenv("exec", NOBODY, "exit", "0").code == 1
+
+
+def test_options_after_the_id(world: World, aenv: Terminal, sandbox: str) -> None:
+    run = aenv("exec", sandbox, "-u", "root", "exit", "0")
+
+    assert run.code == 2
+    assert "options go before the sandbox id" in run.err
+    assert world.agent.started == []
+    aenv("exec", sandbox, "--", "-u")
+    assert world.agent.started[0]["process"]["cmd"] == "-u"

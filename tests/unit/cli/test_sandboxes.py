@@ -130,13 +130,17 @@ def test_fork_prints_every_child_and_fails_with_one(world: World, aenv: Terminal
 
 
 @pytest.mark.parametrize(
-    ("text", "seconds"), [("90", 90), ("90s", 90), ("5m", 300), ("1h30m", 5400), ("1h1m1s", 3661), (" 2h ", 7200)]
-)
+    ("text", "seconds"),
+    [
+        ("90", 90), ("90s", 90), ("5m", 300), ("1h30m", 5400), ("1h1m1s", 3661), (" 2h ", 7200), ("1d", 86400),
+        ("1d2h", 93600),
+    ],
+)  # fmt: skip
 def test_a_length_of_time(text: str, seconds: int) -> None:
     assert parse_duration(text) == seconds
 
 
-@pytest.mark.parametrize("text", ["", " ", "h", "-5", "1d", "5m1h", "1.5h", "ten", "5 m", "1h30m5x"])
+@pytest.mark.parametrize("text", ["", " ", "h", "-5", "d", "2h1d", "5m1h", "1.5h", "ten", "5 m", "1h30m5x"])
 def test_what_is_no_length_of_time(text: str) -> None:
     with pytest.raises(typer.BadParameter):
         parse_duration(text)
@@ -201,6 +205,18 @@ def test_until_when_it_runs(world: World, aenv: Terminal) -> None:
     assert aenv("timeout", sandbox.id, "2h").err.startswith("running until ")
     assert aenv("pause", sandbox.id).code == 0
     assert aenv("resume", sandbox.id).err.startswith("running until ")
+
+
+@pytest.mark.parametrize("words", [["fork"], ["snapshot"], ["timeout", "{}", "1h"]])
+def test_what_needs_a_running_sandbox_says_how_to_get_one(world: World, aenv: Terminal, words: list[str]) -> None:
+    sandbox, lost = world.node.add_sandbox().id, world.node.add_sandbox().id
+    aenv("pause", sandbox)
+    world.node.lose(lost, "its virtual machine ended")
+
+    for one, hint in ((sandbox, f"hint: aenv resume {sandbox}"), (lost, f"hint: aenv delete {lost}")):
+        run = aenv(words[0], one, *words[2:])
+        assert run.code == 1
+        assert run.err.splitlines()[-1] == hint
 
 
 def test_delete_by_id(world: World, aenv: Terminal) -> None:
