@@ -20,7 +20,7 @@ SUITES = "suites"  # the home that suites share: they run one after the other, a
 
 @contextmanager
 def running_server(
-    name: str = SUITES, *, template: str = "base", extra: str = "", prefix: str = "aet"
+    name: str = SUITES, *, template: str = "base", prefix: str = "aet", net: int = 111
 ) -> Iterator[Server]:
     """A server of suite *name* that has *template*; on leaving, everything of it must be gone."""
     server = Server(home=home_of(name), runtime=Path(f"/run/aenv-test-{prefix}"), extra=extra, prefix=prefix, net=net)
