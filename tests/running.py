@@ -23,7 +23,7 @@ def running_server(
     name: str = SUITES, *, template: str = "base", prefix: str = "aet", net: int = 111
 ) -> Iterator[Server]:
     """A server of suite *name* that has *template*; on leaving, everything of it must be gone."""
-    server = Server(home=home_of(name), runtime=Path(f"/run/aenv-test-{prefix}"), extra=extra, prefix=prefix, net=net)
+    server = Server(home=home_of(name), runtime=Path(f"/run/aenv-test-{prefix}"), prefix=prefix, net=net)
     shutil.rmtree(server.runtime, ignore_errors=True)
     server.start()
     try:
