@@ -119,9 +119,7 @@ def create_snapshot(
     Prints the snapshot's id; when piped, all about it as JSON, unless -q.
     """
     with working("taking a snapshot"):
-        made = client_of(context).call_running(
-            "POST", sandbox_id, "snapshots", json={"name": name} if name else {}
-        )
+        made = client_of(context).call_running("POST", sandbox_id, "snapshots", json={"name": name} if name else {})
     if quiet or for_people():
         print(made["snapshotID"])
     else:

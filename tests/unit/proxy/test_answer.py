@@ -158,5 +158,4 @@ def test_interim_answers_have_an_end() -> None:
     reader = AnswerReader(head_only=False)
 
     with pytest.raises(GuestGarbage):
-        for _ in range(1000):
-            reader.feed(b"HTTP/1.1 100 Continue\r\n\r\n")
+        reader.feed(1000 * b"HTTP/1.1 100 Continue\r\n\r\n")
