@@ -22,7 +22,10 @@ SUITES = "suites"  # the home that suites share: they run one after the other, a
 def running_server(
     name: str = SUITES, *, template: str = "base", prefix: str = "aet", net: int = 111
 ) -> Iterator[Server]:
-    """A server of suite *name* that has *template*; on leaving, everything of it must be gone."""
+    """A server on the home *name* that has *template*; on leaving, everything of it must be gone.
+
+    Each suite has a *prefix* and a *net* of its own: one that was ended by force blocks no other.
+    """
     server = Server(home=home_of(name), runtime=Path(f"/run/aenv-test-{prefix}"), prefix=prefix, net=net)
     shutil.rmtree(server.runtime, ignore_errors=True)
     server.start()

@@ -41,7 +41,7 @@ MOST_S: Final = {"create": 0.35, "pause": 0.2, "resume": 0.3, "fork": 0.7, "dele
 
 @pytest.fixture(scope="module")
 def crashing() -> Iterator[Server]:
-    with running_server(prefix="aek") as server:
+    with running_server(prefix="aek", net=121) as server:
         yield server
 
 

@@ -27,7 +27,7 @@ BUNDLE: Final = "/etc/ssl/certs/ca-certificates.crt"
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    with running_server(prefix="aeg") as running:
+    with running_server(prefix="aeg", net=123) as running:
         yield running
 
 

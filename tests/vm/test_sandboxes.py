@@ -29,7 +29,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    with running_server(prefix="aev") as running:
+    with running_server(prefix="aev", net=125) as running:
         yield running
 
 

@@ -49,11 +49,6 @@ class Credentials:
         return hmac.new(self.seed.encode(), message.encode(), hashlib.sha256).hexdigest()
 
 
-def same_secret(given: str, expected: str) -> bool:
-    """Compare in a time that tells nothing about where the two differ."""
-    return hmac.compare_digest(given.encode(errors="surrogatepass"), expected.encode(errors="surrogatepass"))
-
-
 def load_api_key(settings: Settings, *, run_secrets: Path = RUN_SECRETS) -> str:
     """Return the API key; blocking. Generated and kept if there is none.
 
