@@ -1,0 +1,9 @@
+//! The storage daemon: immutable layers, thin uppers above them, and the images that guests see.
+//!
+//! Front ends (`fuse`, `ublk`) serve a [`device::Device`] and know nothing of layers; what
+//! is served knows nothing of how. The daemon outlives the control plane, and whatever it
+//! has acknowledged outlives the daemon.
+
+pub mod device;
+pub mod error;
+pub mod protocol;
