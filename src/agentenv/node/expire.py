@@ -5,35 +5,49 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from datetime import datetime, timedelta
+from typing import Final
 
 import structlog
 
 from agentenv.aio.clock import Clock
 from agentenv.aio.operations import Operations
 from agentenv.aio.tasks import Tasks
-from agentenv.model.errors import NotFound
+from agentenv.model.errors import GuestUnresponsive, NotFound
 from agentenv.model.ids import SandboxId
 from agentenv.model.lifecycle import State
 from agentenv.model.sandbox import OnTimeout, Sandbox
 from agentenv.node.registry import Registry
 
-RETRY_S = 30.0
-LONGEST_NAP_S = 3600.0
+RETRY_S: Final = 30.0
+# Of a guest that does not stand still: time enough for one that is only busy, and an end to it.
+PAUSE_AGAIN_AFTER_S: Final = (30.0, 60.0, 120.0, 240.0, 480.0)
+LONGEST_NAP_S: Final = 3600.0
 log = structlog.get_logger(__name__)
 
 Verb = Callable[[SandboxId], Awaitable[object]]
+GiveUp = Callable[[SandboxId, datetime, str], Awaitable[object]]
 
 
 class Expiry:
     """Watches the deadlines of one node's sandboxes.
 
     A pause that fails is tried again later: the sandbox runs on rather than lose
-    its data. The deadline is looked at again when its turn comes, since it may
-    have been moved while the sandbox was busy with something else.
+    its data. What the host lacks (disk, database) may take as long as it takes; a guest
+    that does not stand still gets a few more tries, and is given up then. The deadline
+    is looked at again when its turn comes, since it may have been moved while the
+    sandbox was busy with something else.
     """
 
     def __init__(
-        self, clock: Clock, registry: Registry, operations: Operations, tasks: Tasks, *, kill: Verb, pause: Verb
+        self,
+        clock: Clock,
+        registry: Registry,
+        operations: Operations,
+        tasks: Tasks,
+        *,
+        kill: Verb,
+        pause: Verb,
+        give_up: GiveUp,
     ) -> None:
         self._clock = clock
         self._registry = registry
@@ -41,19 +55,25 @@ class Expiry:
         self._tasks = tasks
         self._kill = kill
         self._pause = pause
+        self._give_up = give_up
         self._changed = asyncio.Event()
         self._under_way: set[SandboxId] = set()
         self._not_before: dict[SandboxId, datetime] = {}
+        self._unresponsive: Counter[SandboxId] = Counter()  # failed tries to pause it at its present end
         self._moving: Counter[SandboxId] = Counter()
         registry.listen(self._on_change)
 
     def _on_change(self, before: Sandbox | None, after: Sandbox | None) -> None:
         if after is None and before is not None:
-            self._not_before.pop(before.id, None)
+            self._start_anew(before.id)
         elif after is not None and (before is None or (before.ends_at, before.state) != (after.ends_at, after.state)):
             if before is not None and before.ends_at != after.ends_at:
-                self._not_before.pop(after.id, None)
+                self._start_anew(after.id)
             self._changed.set()
+
+    def _start_anew(self, sandbox_id: SandboxId) -> None:
+        self._not_before.pop(sandbox_id, None)
+        self._unresponsive.pop(sandbox_id, None)
 
     @contextmanager
     def put_off(self, sandbox_id: SandboxId) -> Iterator[None]:
@@ -105,16 +125,33 @@ class Expiry:
         try:
             await self._operations.settle(sandbox_id)
             sandbox = self._registry.get(sandbox_id)
-            if (due := self._due(sandbox)) is None or due > self._clock.now():
+            if sandbox.ends_at is None or (due := self._due(sandbox)) is None or due > self._clock.now():
                 return
             log.info("sandbox expired", sandbox=sandbox_id, on_timeout=sandbox.on_timeout.value)
             # No await since it was found to be due, and the verb begins before it waits for anything.
-            await (self._pause if sandbox.on_timeout is OnTimeout.PAUSE else self._kill)(sandbox_id)
+            if sandbox.on_timeout is OnTimeout.KILL:
+                await self._kill(sandbox_id)
+            else:
+                await self._pause_at_last(sandbox_id, sandbox.ends_at)
         except NotFound:
             return
         except Exception as error:  # whatever it was, it must not be met again at once
-            self._not_before[sandbox_id] = self._clock.now() + timedelta(seconds=RETRY_S)
+            self._put_off_for(sandbox_id, RETRY_S)
             log.warning("expiry failed and will be tried again", sandbox=sandbox_id, error=str(error), exc_info=True)
         finally:
             self._under_way.discard(sandbox_id)
             self._changed.set()
+
+    async def _pause_at_last(self, sandbox_id: SandboxId, ends_at: datetime) -> None:
+        try:
+            await self._pause(sandbox_id)
+        except GuestUnresponsive as error:
+            tries = self._unresponsive[sandbox_id] = self._unresponsive[sandbox_id] + 1
+            log.warning("a guest does not stand still at its end", sandbox=sandbox_id, tries=tries, error=str(error))
+            if tries <= len(PAUSE_AGAIN_AFTER_S):
+                self._put_off_for(sandbox_id, PAUSE_AGAIN_AFTER_S[tries - 1])
+                return
+            await self._give_up(sandbox_id, ends_at, f"{error}, {tries} times")
+
+    def _put_off_for(self, sandbox_id: SandboxId, seconds: float) -> None:
+        self._not_before[sandbox_id] = self._clock.now() + timedelta(seconds=seconds)

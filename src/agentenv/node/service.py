@@ -19,7 +19,7 @@ from agentenv.model.lifecycle import State
 from agentenv.model.policy import EgressPolicy
 from agentenv.model.sandbox import CreateSandbox, Forked, OnTimeout, Sandbox
 from agentenv.model.snapshot import Snapshot, Source
-from agentenv.node import console, create, destroy, fork, lose, machine, pause, resume
+from agentenv.node import console, create, destroy, fork, give_up, lose, machine, pause, resume
 from agentenv.node.contract import LogLine, NodeInfo, Route, SignatureCheck, Tokens
 from agentenv.node.expire import Expiry
 from agentenv.node.host import Host, Live
@@ -41,7 +41,13 @@ class NodeService:
         self._gauge = machine.Gauge()
         self._stopping = False
         self._expiry = Expiry(
-            host.clock, host.registry, host.operations, host.tasks, kill=self.delete, pause=self.pause
+            host.clock,
+            host.registry,
+            host.operations,
+            host.tasks,
+            kill=self.delete,
+            pause=self.pause,
+            give_up=self._give_up,
         )
         host.on_vm_lost = self._vm_lost
 
@@ -271,6 +277,9 @@ class NodeService:
         if error is not None:
             raise error
         return result[0]
+
+    async def _give_up(self, sandbox_id: SandboxId, ends_at: datetime, why: str) -> None:
+        await self._run(sandbox_id, "give up", lambda: give_up.give_up(self._host, sandbox_id, ends_at, why))
 
     async def _vm_lost(self, sandbox_id: SandboxId, live: Live) -> None:
         try:

@@ -4,13 +4,13 @@ User processes are frozen by the agent first, so that whatever starts from the
 capture can be given its clock, its entropy and its identity before they move.
 """
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 
 import structlog
 
 from agentenv.aio.failpoints import failpoint
-from agentenv.model.errors import AgentEnvError, Conflict
+from agentenv.model.errors import AgentEnvError, Bug, Conflict, DeadlineExceeded, GuestUnresponsive, Unavailable
 from agentenv.model.ids import BlobId, LayerId, SandboxId
 from agentenv.model.lifecycle import Event, State
 from agentenv.model.sandbox import Sandbox
@@ -41,9 +41,9 @@ async def captured(host: Host, sandbox: Sandbox, live: Live, *, verb: str, seal:
     layers: list[LayerId] = []
     blobs: list[BlobId] = []
     try:
-        with host.timings.stage(verb, "freeze"):
+        with host.timings.stage(verb, "freeze"), _as_told():
             await live.agent.freeze(timeout_s=host.settings.freeze_timeout_s)
-        with host.timings.stage(verb, "stop"):
+        with host.timings.stage(verb, "stop"), _as_told():
             await live.instance.pause()
         await failpoint(f"{verb}.stopped")
 
@@ -68,6 +68,15 @@ async def captured(host: Host, sandbox: Sandbox, live: Live, *, verb: str, seal:
         yield Capture(device_state=blob, memory=memory, disk=disk, control_of=sandbox.id)
     finally:
         host.storage.unpin(layers, blobs)
+
+
+@contextmanager
+def _as_told() -> Iterator[None]:
+    """Tell what the guest did not do from what the host could not."""
+    try:
+        yield
+    except (Unavailable, DeadlineExceeded, Bug) as error:
+        raise GuestUnresponsive(f"the guest does not stand still: {error}") from error
 
 
 async def go_on(host: Host, live: Live) -> None:

@@ -5,10 +5,10 @@ from datetime import timedelta
 
 import pytest
 
-from agentenv.model.errors import Conflict, Invalid, NoSpace
+from agentenv.model.errors import AgentEnvError, Bug, Conflict, DeadlineExceeded, Invalid, NoSpace, Unavailable
 from agentenv.model.lifecycle import State
 from agentenv.model.sandbox import OnTimeout
-from agentenv.node.expire import RETRY_S
+from agentenv.node.expire import PAUSE_AGAIN_AFTER_S, RETRY_S
 from agentenv.testing.host import FakeHost, Trip, World
 
 
@@ -197,6 +197,83 @@ async def test_a_pause_that_fails_at_the_end_is_tried_again_and_loses_nothing(fa
     await pass_(fake, 3)
 
     await fake.became(sandbox.id, State.PAUSED)
+
+
+async def pass_all_tries(fake: FakeHost) -> None:
+    for delay_s in PAUSE_AGAIN_AFTER_S:
+        await pass_(fake, delay_s + 1)
+
+
+@pytest.mark.parametrize("error", [Unavailable("mute"), DeadlineExceeded("slow"), Bug("it does not freeze")])
+async def test_a_guest_that_never_stands_still_at_its_end_is_given_up_with_its_disk_kept(
+    fake: FakeHost, error: AgentEnvError
+) -> None:
+    sandbox = await fake.create(timeout_s=60, on_timeout=OnTimeout.PAUSE)
+    fake.world.guests.fail["freeze"] = error
+    await pass_(fake, 61)
+    assert fake.state(sandbox.id) is State.RUNNING
+
+    await pass_all_tries(fake)
+    await fake.became(sandbox.id, State.ERROR)
+
+    now = fake.node.get(sandbox.id)
+    assert error.message in str(now.reason)
+    assert "its disk is kept" in str(now.reason)
+    assert fake.world.hypervisor.alive == []
+    assert sandbox.id in fake.world.storage.owners()
+    tries = [name for _, name in fake.world.guests.calls if name == "freeze"]
+    assert len(tries) == 1 + len(PAUSE_AGAIN_AFTER_S)
+    await pass_(fake, 10_000)
+    assert fake.state(sandbox.id) is State.ERROR  # nobody asked to have it deleted
+
+
+async def test_a_guest_that_stands_still_at_the_last_try_is_paused(fake: FakeHost) -> None:
+    sandbox = await fake.create(timeout_s=60, on_timeout=OnTimeout.PAUSE)
+    fake.world.guests.fail["freeze"] = Unavailable("busy")
+    await pass_(fake, 61)
+    for delay_s in PAUSE_AGAIN_AFTER_S[:-1]:
+        await pass_(fake, delay_s + 1)
+    fake.world.guests.fail.clear()
+
+    await pass_(fake, PAUSE_AGAIN_AFTER_S[-1] + 1)
+
+    await fake.became(sandbox.id, State.PAUSED)
+
+
+async def test_a_new_end_gives_a_silent_guest_all_its_tries_again(fake: FakeHost) -> None:
+    sandbox = await fake.create(timeout_s=60, on_timeout=OnTimeout.PAUSE)
+    fake.world.guests.fail["freeze"] = Unavailable("mute")
+    await pass_(fake, 61)
+    for delay_s in PAUSE_AGAIN_AFTER_S[:-1]:
+        await pass_(fake, delay_s + 1)
+
+    await fake.node.set_timeout(sandbox.id, 60)
+    await pass_(fake, 61)
+    for delay_s in PAUSE_AGAIN_AFTER_S[:-1]:
+        await pass_(fake, delay_s + 1)
+
+    assert fake.state(sandbox.id) is State.RUNNING
+
+
+async def test_what_the_host_lacks_never_gives_a_guest_up(fake: FakeHost) -> None:
+    sandbox = await fake.create(timeout_s=60, on_timeout=OnTimeout.PAUSE)
+    fake.world.storage.fail["capture_memory"] = Unavailable("the disk does not answer")
+
+    await pass_(fake, 61)
+    for _ in range(20):
+        await pass_(fake, RETRY_S + 1)
+
+    assert fake.state(sandbox.id) is State.RUNNING
+
+
+async def test_a_guest_whose_end_moves_while_it_is_being_given_up_runs_on(fake: FakeHost) -> None:
+    sandbox = await fake.create(timeout_s=60, on_timeout=OnTimeout.PAUSE)
+    assert sandbox.ends_at is not None
+    await fake.node.set_timeout(sandbox.id, 600)
+
+    await fake.node._give_up(sandbox.id, sandbox.ends_at, "mute")
+
+    assert fake.state(sandbox.id) is State.RUNNING
 
 
 async def test_an_error_that_nobody_foresaw_is_not_met_again_at_once(fake: FakeHost) -> None:
