@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
+from agentenv.aio.cut import cut
 from agentenv.model.lifecycle import State
 from agentenv.proxy import ProxySettings
-from agentenv.proxy.cut import cut
 from tests.unit.proxy.world import Guest, Handler, World, answering, on_uvloop, read_request, until
 
 pytestmark = pytest.mark.fault

@@ -12,11 +12,9 @@ from datetime import timedelta
 from ipaddress import IPv4Address
 from typing import Any, Final
 
-import aiohttp
-
 from agentenv.guest.connect import STREAM_TYPE, FrameReader, encode_frame
 from agentenv.guest.contract import AGENT_PORT, Agent, Completed, GuestMetrics, Identity
-from agentenv.guest.exchange import TOKEN_HEADER, Answer, Exchange, NotConnected, read_bounded
+from agentenv.guest.exchange import TOKEN_HEADER, Answer, Exchange, NotConnected
 from agentenv.guest.output import CommandOutput
 from agentenv.model.errors import Bug, DeadlineExceeded, Unavailable
 
@@ -26,20 +24,21 @@ FIRST_CONNECT_S: Final = 0.25
 LONGEST_CONNECT_S: Final = 8.0
 FREEZE_ANSWER_S: Final = 1.0  # beyond the limit that the agent was given
 REFUSED_PAUSE_S: Final = 0.01
+_MAX_COUNT: Final = 1 << 63
 
 
 class HttpAgents:
     """Makes an HTTP client for each VM generation."""
 
     def agent(self, address: IPv4Address, *, secret: str) -> Agent:
-        return HttpAgent(f"http://{address}:{AGENT_PORT}", secret=secret)
+        return HttpAgent(str(address), AGENT_PORT, secret=secret)
 
 
 class HttpAgent:
     """See `agentenv.guest.contract.Agent`."""
 
-    def __init__(self, base_url: str, *, secret: str) -> None:
-        self._exchange = Exchange(base_url)
+    def __init__(self, host: str, port: int, *, secret: str) -> None:
+        self._exchange = Exchange(host, port)
         self._secret = secret
 
     async def init(self, identity: Identity, *, secret: str | None, timeout_s: float) -> None:
@@ -86,14 +85,14 @@ class HttpAgent:
         answer = (await self._ask("GET", "/metrics", timeout_s, access_token=access_token)).json()
         try:
             return GuestMetrics(
-                timestamp=int(answer["ts"]),
-                cpu_count=int(answer["cpu_count"]),
+                timestamp=_count(answer["ts"]),
+                cpu_count=_count(answer["cpu_count"]),
                 cpu_used_pct=_finite(answer["cpu_used_pct"]),
-                memory_total=int(answer["mem_total"]),
-                memory_used=int(answer["mem_used"]),
-                memory_cache=int(answer["mem_cache"]),
-                disk_total=int(answer["disk_total"]),
-                disk_used=int(answer["disk_used"]),
+                memory_total=_count(answer["mem_total"]),
+                memory_used=_count(answer["mem_used"]),
+                memory_cache=_count(answer["mem_cache"]),
+                disk_total=_count(answer["disk_total"]),
+                disk_used=_count(answer["disk_used"]),
             )
         except (LookupError, TypeError, ValueError, OverflowError) as error:
             raise Bug(f"the guest agent's metrics lack {error}") from error
@@ -111,23 +110,19 @@ class HttpAgent:
         try:
             async with (
                 asyncio.timeout(timeout_s),
-                self._exchange.session().post(
-                    self._exchange.url("/process.Process/Start"),
-                    data=encode_frame(start),
-                    headers=headers,
-                    timeout=aiohttp.ClientTimeout(total=None),
-                    allow_redirects=False,
+                self._exchange.stream(
+                    "POST", "/process.Process/Start", headers, encode_frame(start), connect_timeout_s=timeout_s
                 ) as answer,
             ):
                 if answer.status != 200:
-                    refusal = Answer(answer.status, await read_bounded(answer))
+                    refusal = Answer(answer.status, await answer.read())
                     raise Bug(f"the guest agent refused to start {command[0]}: {refusal.message}")
-                async for data in answer.content.iter_any():
+                async for data in answer.parts():
                     for frame in reader.feed(data):
                         output.add(frame)
         except TimeoutError as error:
             raise DeadlineExceeded(f"{command[0]} did not end within {timeout_s:g} s") from error
-        except (aiohttp.ClientError, ValueError) as error:
+        except NotConnected as error:
             raise Unavailable(f"the guest agent went away: {error}") from error
         return output.completed()
 
@@ -175,6 +170,12 @@ def _check(answer: Answer, path: str) -> Answer:
     if not 200 <= answer.status < 300:
         raise Bug(f"the guest agent answered {answer.status} to {path}: {answer.message}")
     return answer
+
+
+def _count(number: Any) -> int:
+    if not 0 <= (value := int(number)) < _MAX_COUNT:
+        raise ValueError("a number that cannot be")
+    return value
 
 
 def _finite(number: Any) -> float:

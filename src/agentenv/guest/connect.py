@@ -14,7 +14,7 @@ from agentenv.model.errors import Unavailable
 
 END_OF_STREAM: Final = 0x02
 STREAM_TYPE: Final = "application/connect+json"
-MAX_FRAME_BYTES: Final = 16 << 20
+MAX_FRAME_BYTES: Final = 1 << 20  # the agent cuts output into pieces of 32 KiB; JSON unpacks to many times its length
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,8 @@ from dataclasses import replace
 from typing import Final, Protocol
 
 from agentenv.aio.tasks import Tasks
+from agentenv.guest.answer import Headers
+from agentenv.guest.connection import GuestGone
 from agentenv.guest.contract import AGENT_PORT
 from agentenv.model.errors import AgentEnvError, Bug, DeadlineExceeded
 from agentenv.node.contract import Node, Route
@@ -21,7 +23,6 @@ from agentenv.proxy.gate import ATTEMPTS, Gate, Refused
 from agentenv.proxy.headers import (
     Client,
     Framing,
-    Headers,
     expects_continue,
     framing,
     guest_host,
@@ -215,7 +216,7 @@ class Proxy:
             exchange = Exchange(connection, request, receive, send, self._settings, self._tasks)
             try:
                 return await exchange.run()
-            except errors.GuestGone:
+            except GuestGone:
                 # Closed just as it was used again: if nothing was heard and nothing can be done twice, once more.
                 if is_fresh or not request.repeatable or connection.has_answered:
                     raise

@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
+from agentenv.guest.answer import GuestGarbage
+from agentenv.guest.connection import GuestGone
 from agentenv.model.errors import (
     AgentEnvError,
     Conflict,
@@ -34,14 +36,6 @@ class GuestSilent(DeadlineExceeded):
 
 class ClientSilent(DeadlineExceeded):
     """The client announced a body and does not send it."""
-
-
-class GuestGone(Unavailable):
-    """The connection to the guest ended before it had said all."""
-
-
-class GuestGarbage(Unavailable):
-    """What the guest sent is not HTTP."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,10 +7,11 @@ order and spelling, repeated headers included.
 """
 
 import hmac
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
+from agentenv.guest.answer import Headers
 from agentenv.guest.contract import AGENT_PORT
 from agentenv.model.errors import Bug
 from agentenv.proxy.access import AGENT_TOKEN, TRAFFIC_TOKEN
@@ -40,8 +41,6 @@ _NEVER_TO_GUEST: Final = (
 )
 # What a Connection header may not take away: a message without its length is another message.
 _NOT_NAMEABLE: Final = frozenset((b"content-length", b"host"))
-
-Headers = Sequence[tuple[bytes, bytes]]
 
 
 @dataclass(frozen=True, slots=True)

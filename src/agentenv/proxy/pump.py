@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from typing import Final
 
 from agentenv.aio.tasks import Tasks
+from agentenv.guest.answer import AnswerHead, GuestGarbage
+from agentenv.guest.connection import GuestConnection
 from agentenv.model.errors import AgentEnvError, Unavailable
-from agentenv.proxy.answer import AnswerHead
 from agentenv.proxy.asgi import Receive, Send, TakeOver
-from agentenv.proxy.connection import GuestConnection
-from agentenv.proxy.errors import ClientSilent, GuestGarbage, GuestSilent
+from agentenv.proxy.errors import ClientSilent, GuestSilent
 from agentenv.proxy.headers import Framing, answer_headers
 from agentenv.proxy.settings import ProxySettings
 from agentenv.proxy.tunnel import Tunnel

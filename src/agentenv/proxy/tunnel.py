@@ -9,8 +9,8 @@ sandbox) breaks the other.
 import asyncio
 from typing import Final, cast
 
+from agentenv.aio.cut import cut
 from agentenv.model.errors import Bug
-from agentenv.proxy.cut import cut
 
 _BUFFER_BYTES: Final = 256 * 1024
 

@@ -6,11 +6,11 @@ import socket
 
 import pytest
 
+from agentenv.guest.connection import GuestConnection
 from agentenv.model.errors import Exhausted
 from agentenv.model.lifecycle import State
 from agentenv.node.contract import Route
 from agentenv.proxy import ProxySettings
-from agentenv.proxy.connection import GuestConnection
 from agentenv.proxy.errors import GuestSilent, PortClosed
 from agentenv.proxy.pool import Pool, RouteChanged
 from tests.unit.proxy.world import Guest, World, on_uvloop, until

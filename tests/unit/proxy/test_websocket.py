@@ -11,9 +11,9 @@ import websockets
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.asyncio.server import Server, ServerConnection, serve
 
+from agentenv.aio.cut import cut
 from agentenv.model.lifecycle import State
 from agentenv.proxy import ProxySettings
-from agentenv.proxy.cut import cut
 from tests.unit.proxy.world import PAUSED, PRIVATE, Guest, World, answering, on_uvloop, read_request, until
 
 

@@ -7,9 +7,9 @@ from collections import deque
 from collections.abc import Callable, MutableSet
 from typing import Any, Final, Protocol, cast
 
+from agentenv.aio.cut import cut
 from agentenv.aio.tasks import spawn
 from agentenv.proxy.asgi import ASGIApp
-from agentenv.proxy.cut import cut
 from agentenv.proxy.inbound.exchange import BUFFER_BYTES, Exchange, scope_of
 from agentenv.proxy.inbound.limits import ServerLimits
 from agentenv.proxy.inbound.reader import Broken, Data, End, Event, Head, RequestReader

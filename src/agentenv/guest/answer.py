@@ -5,17 +5,23 @@ and a head is of bounded size. The body comes out as it went in: nothing is deco
 the framing, which belongs to the connection.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
 import httptools
 
-from agentenv.proxy.errors import GuestGarbage
-from agentenv.proxy.headers import Headers
+from agentenv.model.errors import Unavailable
 
 MAX_HEAD_BYTES: Final = 64 * 1024
 MAX_HEADERS: Final = 256
 MAX_INTERIM: Final = 16  # a guest could send 1xx answers for ever, and keep the loop busy with them
+
+Headers = Sequence[tuple[bytes, bytes]]
+
+
+class GuestGarbage(Unavailable):
+    """What the guest sent is not HTTP, or has no bound."""
 
 
 @dataclass(frozen=True, slots=True)

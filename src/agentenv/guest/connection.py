@@ -8,11 +8,15 @@ import asyncio
 from collections.abc import Callable
 from typing import Final, cast
 
-from agentenv.proxy.answer import AnswerHead, AnswerReader
-from agentenv.proxy.cut import cut
-from agentenv.proxy.errors import GuestGarbage, GuestGone
+from agentenv.aio.cut import cut
+from agentenv.guest.answer import AnswerHead, AnswerReader, GuestGarbage
+from agentenv.model.errors import Unavailable
 
 BUFFER_BYTES: Final = 256 * 1024
+
+
+class GuestGone(Unavailable):
+    """The connection to the guest ended before it had said all."""
 
 
 class GuestConnection(asyncio.Protocol):

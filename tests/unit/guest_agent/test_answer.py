@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentenv.proxy.answer import MAX_HEAD_BYTES, MAX_HEADERS, AnswerReader
-from agentenv.proxy.errors import GuestGarbage
+from agentenv.guest.answer import MAX_HEAD_BYTES, MAX_HEADERS, AnswerReader, GuestGarbage
 
 
 def read(*parts: bytes, head_only: bool = False) -> AnswerReader:
