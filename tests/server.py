@@ -244,8 +244,9 @@ def _processes(runtime: str) -> Iterator[str]:
             command = path.read_bytes().replace(b"\0", b" ").decode(errors="replace")
         except OSError:
             continue
-        if f"{runtime}/vm/" in command:
-            yield f"{path.parent.name} {command[:80]}"
+        _, runs_in, which = command.partition(f"{runtime}/vm/")
+        if runs_in:  # however long what precedes it is, its sandbox is told
+            yield f"{path.parent.name} {command[:40]} ... {runs_in}{which[:60]}"
 
 
 def _files(server: Server) -> Iterator[str]:

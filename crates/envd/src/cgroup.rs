@@ -20,7 +20,8 @@ use rustix::fs::{AtFlags, Dir, Mode, OFlags, mkdirat, openat, unlinkat};
 use sys::ready::{Interest, watch};
 use tokio::sync::Notify;
 
-/// How long the kernel may take to stop every task of the workload.
+use crate::turns::{Late, Turns};
+
 /// How long a workload may take to stand still where the caller does not say.
 pub(crate) const FREEZE_LIMIT: Duration = Duration::from_secs(1);
 /// Empty leaves kept for the next processes.
@@ -33,10 +34,29 @@ pub(crate) struct Groups {
     memory_events: Option<OwnedFd>,
     frozen: Cell<bool>,
     thawed: Notify,
+    turns: Turns,
     spare: RefCell<Vec<Leaf>>,
     /// Leaves whose process is gone but which still hold others that it started.
     lingering: RefCell<Vec<Leaf>>,
     next_leaf: Cell<u64>,
+}
+
+/// Why the workload was not frozen or thawed.
+pub(crate) enum OrderError {
+    Late,
+    Failed(io::Error),
+}
+
+impl From<Late> for OrderError {
+    fn from(_: Late) -> Self {
+        Self::Late
+    }
+}
+
+impl From<io::Error> for OrderError {
+    fn from(error: io::Error) -> Self {
+        Self::Failed(error)
+    }
 }
 
 /// The group of one process.
@@ -60,6 +80,7 @@ impl Groups {
             memory_events: memory_events.ok(),
             frozen: Cell::new(false),
             thawed: Notify::new(),
+            turns: Turns::default(),
             spare: RefCell::default(),
             lingering: RefCell::default(),
             // Leaves of a daemon before this one may still be in use.
@@ -89,18 +110,25 @@ impl Groups {
     ///
     /// # Errors
     /// When it takes longer than *limit* (a task may wait for the disk, uninterruptibly); the workload then runs on.
-    pub(crate) async fn freeze(&self, limit: Duration) -> io::Result<()> {
+    /// When an order later than *turn* came, before or meanwhile; the workload is then as that one says.
+    pub(crate) async fn freeze(&self, turn: Option<u64>, limit: Duration) -> Result<(), OrderError> {
+        let turn = self.turns.take(turn)?;
         self.frozen.set(true);
-        let frozen = tokio::time::timeout(limit, self.set_frozen(true)).await;
+        let frozen = tokio::select! {
+            frozen = tokio::time::timeout(limit, self.set_frozen(true)) => frozen,
+            () = self.turns.wait_passed(turn) => return Err(OrderError::Late),
+        };
         match frozen {
-            Ok(Ok(())) => Ok(()),
+            Ok(Ok(())) if self.turns.is_latest(turn) => Ok(()),
+            _ if !self.turns.is_latest(turn) => Err(OrderError::Late),
             failed => {
                 let _ = self.write("workload/cgroup.freeze", "0");
                 self.mark_thawed();
                 failed.unwrap_or_else(|_| {
                     let text = format!("the workload did not freeze within {} ms", limit.as_millis());
                     Err(io::Error::new(io::ErrorKind::TimedOut, text))
-                })
+                })?;
+                Ok(())
             }
         }
     }
@@ -108,11 +136,17 @@ impl Groups {
     /// Lets the workload run. The kernel needs no time for this, so nothing is waited for.
     ///
     /// # Errors
-    /// When the kernel refuses.
-    pub(crate) fn thaw(&self) -> io::Result<()> {
+    /// When the kernel refuses, or an order later than *turn* was there first.
+    pub(crate) fn thaw(&self, turn: Option<u64>) -> Result<(), OrderError> {
+        self.turns.take(turn)?;
         self.write("workload/cgroup.freeze", "0")?;
         self.mark_thawed();
         Ok(())
+    }
+
+    /// From here on orders come from the node of another generation, which counts for itself.
+    pub(crate) fn start_anew(&self) {
+        self.turns.start_anew();
     }
 
     fn mark_thawed(&self) {

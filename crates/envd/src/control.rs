@@ -14,11 +14,13 @@ use wire::{json, secret};
 
 use crate::answer::{self, Answer};
 use crate::app::App;
-use crate::cgroup::{FREEZE_LIMIT, Groups};
+use crate::cgroup::{FREEZE_LIMIT, Groups, OrderError};
 use crate::http::drain;
 use crate::{identity, say};
 
 const SECRET_HEADER: &str = "x-agentenv-control";
+/// Numbers freezes and thaws, so that one which arrives late is known.
+const TURN_HEADER: &str = "x-agentenv-turn";
 const MAX_FREEZE_BYTES: usize = 1024;
 const MAX_FREEZE_LIMIT: Duration = Duration::from_secs(120);
 
@@ -84,6 +86,7 @@ pub(crate) async fn freeze(app: Rc<App>, request: Request<Incoming>) -> Answer {
         return refused;
     }
     let Some(groups) = &app.groups else { return no_groups() };
+    let Ok(turn) = turn_of(request.headers()) else { return no_turn() };
     let body = Limited::new(request.into_body(), MAX_FREEZE_BYTES).collect().await;
     let bytes = body.map(http_body_util::Collected::to_bytes).unwrap_or_default();
     let wanted: FreezeRequest = match json::parse(if bytes.is_empty() { b"{}" } else { &bytes }) {
@@ -91,9 +94,10 @@ pub(crate) async fn freeze(app: Rc<App>, request: Request<Incoming>) -> Answer {
         Err(failure) => return answer::error(StatusCode::BAD_REQUEST, &failure.message),
     };
     let limit = wanted.timeout_ms.map_or(FREEZE_LIMIT, |ms| Duration::from_millis(ms).min(MAX_FREEZE_LIMIT));
-    match groups.freeze(limit).await {
+    match groups.freeze(turn, limit).await {
         Ok(()) => answer::empty(StatusCode::NO_CONTENT),
-        Err(error) => answer::error(StatusCode::SERVICE_UNAVAILABLE, &error.to_string()),
+        Err(OrderError::Late) => late(),
+        Err(OrderError::Failed(error)) => answer::error(StatusCode::SERVICE_UNAVAILABLE, &error.to_string()),
     }
 }
 
@@ -102,10 +106,26 @@ pub(crate) fn thaw(app: &App, request: &Request<Incoming>) -> Answer {
         return refused;
     }
     let Some(groups) = &app.groups else { return no_groups() };
-    match groups.thaw() {
+    let Ok(turn) = turn_of(request.headers()) else { return no_turn() };
+    match groups.thaw(turn) {
         Ok(()) => answer::empty(StatusCode::NO_CONTENT),
-        Err(error) => answer::error(StatusCode::INTERNAL_SERVER_ERROR, &error.to_string()),
+        Err(OrderError::Late) => late(),
+        Err(OrderError::Failed(error)) => answer::error(StatusCode::INTERNAL_SERVER_ERROR, &error.to_string()),
     }
+}
+
+/// The number of this order; none is fine, and means that it is the latest.
+fn turn_of(headers: &HeaderMap) -> Result<Option<u64>, ()> {
+    let Some(value) = headers.get(TURN_HEADER) else { return Ok(None) };
+    value.to_str().ok().and_then(|text| text.parse().ok()).map(Some).ok_or(())
+}
+
+fn no_turn() -> Answer {
+    answer::error(StatusCode::BAD_REQUEST, "x-agentenv-turn is not a number of 64 bits")
+}
+
+fn late() -> Answer {
+    answer::error(StatusCode::CONFLICT, "a later call to freeze or thaw was there first: this one is void")
 }
 
 fn no_groups() -> Answer {

@@ -23,6 +23,7 @@ mod metrics;
 mod process;
 mod store;
 mod supervisor;
+mod turns;
 
 use std::process::ExitCode;
 

@@ -7,6 +7,7 @@ slot addresses are used again, and a pooled connection would reach the wrong VM.
 import asyncio
 import base64
 import math
+import time
 from collections.abc import Iterator
 from datetime import timedelta
 from ipaddress import IPv4Address
@@ -40,6 +41,7 @@ class HttpAgent:
     def __init__(self, host: str, port: int, *, secret: str) -> None:
         self._exchange = Exchange(host, port)
         self._secret = secret
+        self._turn = 0
 
     async def init(self, identity: Identity, *, secret: str | None, timeout_s: float) -> None:
         try:
@@ -76,10 +78,10 @@ class HttpAgent:
     async def freeze(self, *, timeout_s: float) -> None:
         # The agent gives up first, and says what would not stand still.
         limit = {"timeoutMs": int(1000 * timeout_s)}
-        await self._ask("POST", "/freeze", timeout_s + FREEZE_ANSWER_S, body=limit)
+        await self._ask("POST", "/freeze", timeout_s + FREEZE_ANSWER_S, turn=self._next_turn(), body=limit)
 
     async def thaw(self, *, timeout_s: float) -> None:
-        await self._ask("POST", "/thaw", timeout_s)
+        await self._ask("POST", "/thaw", timeout_s, turn=self._next_turn())
 
     async def metrics(self, *, access_token: str | None, timeout_s: float) -> GuestMetrics:
         answer = (await self._ask("GET", "/metrics", timeout_s, access_token=access_token)).json()
@@ -129,6 +131,15 @@ class HttpAgent:
     async def close(self) -> None:
         await self._exchange.close()
 
+    def _next_turn(self) -> int:
+        """Later than any before, also of a server before this one: the agent does not carry out what comes late.
+
+        An answer that was given up on leaves its request on the way, and a freeze that arrived after
+        the thaw that followed would hold user processes for ever.
+        """
+        self._turn = max(self._turn + 1, time.monotonic_ns() // 1000)
+        return self._turn
+
     async def _ask(
         self,
         method: str,
@@ -136,6 +147,7 @@ class HttpAgent:
         timeout_s: float,
         *,
         access_token: str | None = None,
+        turn: int | None = None,
         body: dict[str, Any] | None = None,
     ) -> Answer:
         """Ask until there is an answer: the agent may be starting again. What is asked here may be asked twice."""
@@ -149,6 +161,7 @@ class HttpAgent:
                             path,
                             secret=self._secret,
                             access_token=access_token,
+                            turn=turn,
                             body=body,
                             connect_timeout_s=connect_s,
                         )

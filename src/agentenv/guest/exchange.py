@@ -17,6 +17,7 @@ from agentenv.guest.answer import GuestGarbage
 from agentenv.guest.connection import GuestConnection, GuestGone
 from agentenv.model.errors import Unavailable
 
+TURN_HEADER: Final = "X-Agentenv-Turn"
 CONTROL_HEADER: Final = "X-Agentenv-Control"
 TOKEN_HEADER: Final = "X-Access-Token"  # noqa: S105 - the name of a header
 MAX_ANSWER_BYTES: Final = 1 << 20
@@ -89,6 +90,7 @@ class Exchange:
         *,
         secret: str | None = None,
         access_token: str | None = None,
+        turn: int | None = None,
         body: dict[str, Any] | None = None,
         connect_timeout_s: float,
     ) -> Answer:
@@ -98,6 +100,8 @@ class Exchange:
             headers[CONTROL_HEADER] = secret
         if access_token is not None:
             headers[TOKEN_HEADER] = access_token
+        if turn is not None:
+            headers[TURN_HEADER] = str(turn)
         content = b""
         if body is not None:
             headers["Content-Type"] = "application/json"

@@ -254,6 +254,21 @@ async def test_freeze_and_thaw_carry_the_control_secret() -> None:
     assert {r.headers["x-agentenv-control"] for r in guest.requests} == {"control"}
 
 
+async def test_freezes_and_thaws_are_numbered_so_that_a_late_one_is_void() -> None:
+    async with talking(in_order(answering(204), answering(204), hang_up, answering(204))) as (agent, guest):
+        await agent.freeze(timeout_s=LONG_S)
+        await agent.thaw(timeout_s=LONG_S)
+        await agent.freeze(timeout_s=LONG_S)
+        another = HttpAgent("127.0.0.1", guest.port, secret="control")  # as of a server that was started again
+        await another.thaw(timeout_s=LONG_S)
+        await another.close()
+
+    turns = [int(request.headers["x-agentenv-turn"]) for request in guest.requests]
+    assert turns[0] < turns[1] < turns[2]
+    assert turns[2] == turns[3], "asked again, it is the same order"
+    assert turns[3] < turns[4]
+
+
 async def test_metrics_are_read() -> None:
     async with talking(answering(200, json.dumps(METRICS).encode())) as (agent, guest):
         metrics = await agent.metrics(access_token="token", timeout_s=LONG_S)

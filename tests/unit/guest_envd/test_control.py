@@ -4,6 +4,8 @@ import json
 import os
 import subprocess
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -109,6 +111,40 @@ def test_wrong_command_lines_are_told(envd_binary: Path) -> None:
         assert "usage: envd serve" in done.stderr
 
 
+def order(agent: Agent, path: str, turn: object, limit_ms: int | None = None) -> int:
+    """Freeze or thaw with a number; the status."""
+    headers = {"X-Agentenv-Control": SECRET, "X-Agentenv-Turn": str(turn)}
+    body = None if limit_ms is None else json.dumps({"timeoutMs": limit_ms}).encode()
+    return agent.request("POST", path, body=body, headers=headers).status
+
+
+@contextmanager
+def suspended_files(directory: Path) -> Iterator[Path]:
+    """A file system on which every write waits, uninterruptibly, until `resume_files`."""
+    image, files = directory / "image", directory / "files"
+    files.mkdir()
+    with image.open("wb") as file:
+        file.truncate(8 << 20)
+    subprocess.run(["mke2fs", "-q", "-F", "-t", "ext4", image], check=True)
+    subprocess.run(["mount", "-o", "loop", image, files], check=True)
+    try:
+        subprocess.run(["fsfreeze", "--freeze", files], check=True)
+        try:
+            yield files
+        finally:
+            subprocess.run(["fsfreeze", "--unfreeze", files], check=False, capture_output=True)
+    finally:
+        subprocess.run(["umount", files], check=True)
+
+
+def resume_files(files: Path) -> None:
+    subprocess.run(["fsfreeze", "--unfreeze", files], check=True)
+
+
+def state_of(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
 @pytest.mark.needs("cgroup2")
 class TestFreezing:
     """With control groups: what is frozen stands still, and the daemon goes on."""
@@ -139,6 +175,45 @@ class TestFreezing:
     def test_freezing_and_thawing_twice_is_fine(self, agent: Agent) -> None:
         for path in ("/freeze", "/freeze", "/thaw", "/thaw"):
             assert agent.control(path).status == 204
+
+    def test_a_freeze_that_arrives_after_the_thaw_is_void(self, agent: Agent) -> None:
+        assert order(agent, "/thaw", 6) == 204
+        assert order(agent, "/freeze", 5) == 409
+        assert told(agent)["frozen"] is False
+        assert order(agent, "/freeze", 7) == 204
+        assert order(agent, "/freeze", 7) == 204  # asked again: its answer was lost
+        assert order(agent, "/thaw", 6) == 409
+        assert told(agent)["frozen"] is True
+        agent.init()  # the orders of another generation
+        assert order(agent, "/freeze", 1) == 204
+        assert order(agent, "/thaw", 2) == 204
+
+    @pytest.mark.parametrize("turn", ["", "x", "-1", "1.0", str(1 << 64)])
+    def test_an_order_without_a_proper_number_is_refused(self, agent: Agent, turn: str) -> None:
+        assert order(agent, "/freeze", turn) == 400
+        assert told(agent)["frozen"] is False
+
+    @pytest.mark.slow
+    @pytest.mark.needs("mount", "loop", "mke2fs")
+    def test_a_freeze_that_waits_ends_with_a_later_order_and_undoes_nothing(self, agent: Agent, tmp_path: Path) -> None:
+        with (
+            suspended_files(tmp_path) as files,
+            ThreadPoolExecutor() as waiting,
+            agent.start("/bin/sh", "-c", f"echo on; exec touch {files}/x") as stream,
+        ):
+            pid = stream.started()
+            wait_until(lambda: state_of(pid) == "D")  # it cannot be frozen
+            first = waiting.submit(order, agent, "/freeze", 1, 20_000)
+            wait_until(lambda: told(agent)["frozen"])
+            assert order(agent, "/thaw", 2) == 204
+            assert first.result() == 409
+            second = waiting.submit(order, agent, "/freeze", 3, 20_000)
+            wait_until(lambda: told(agent)["frozen"])
+            resume_files(files)
+            assert second.result() == 204
+            assert told(agent)["frozen"] is True
+            agent.control("/thaw")
+            assert stream.outcome(pid).end["exitCode"] == 0
 
     def test_a_frozen_process_can_be_killed(self, agent: Agent) -> None:
         with agent.start("sleep", "60") as stream:

@@ -16,6 +16,7 @@ use wire::time::Timestamp;
 
 use crate::accounts;
 use crate::app::App;
+use crate::cgroup::OrderError;
 use crate::etc;
 use crate::say;
 
@@ -88,8 +89,14 @@ pub(crate) fn apply(app: &App, request: InitRequest) -> Result<(), Failure> {
     }
     step("settings", app.change_settings(settings))?;
 
-    if let Some(groups) = app.groups.as_ref().filter(|_| request.thaw.unwrap_or(true)) {
-        step("thaw", groups.thaw())?;
+    if let Some(groups) = &app.groups {
+        groups.start_anew();
+        if request.thaw.unwrap_or(true) {
+            match groups.thaw(None) {
+                Ok(()) | Err(OrderError::Late) => {}
+                Err(OrderError::Failed(error)) => step("thaw", Err(error))?,
+            }
+        }
     }
     Ok(())
 }
