@@ -17,9 +17,9 @@ from typing import Final
 
 from starlette.requests import Request
 
+from agentenv.aio.failures import translated
 from agentenv.api.errors import HttpError
 from agentenv.model.errors import DeadlineExceeded, Invalid, NoSpace
-from agentenv.storage.failures import translated
 
 WRITE_BYTES: Final = 4 << 20
 CHECK_BYTES: Final = 64 << 20

@@ -2,7 +2,8 @@
 
 A job is a function of the connection, run inside a transaction. Whoever asked waits
 until that is durable. One that is cancelled abandons the wait: its job then happens
-whole or, if it had not begun, not at all.
+whole or, if it had not begun, not at all. On a full disk a job that adds nothing is
+tried once more with the room of the reserve.
 """
 
 import asyncio
@@ -16,18 +17,21 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from agentenv.aio.failpoints import failpoint
 from agentenv.aio.tasks import spawn
-from agentenv.model.errors import AgentEnvError, Unavailable
+from agentenv.model.errors import AgentEnvError, NoSpace, Unavailable
 from agentenv.state.faults import translate
+from agentenv.state.room import Room
 
 T = TypeVar("T")
 Job: TypeAlias = Callable[[AsyncConnection], Awaitable[T]]
 
 MAX_BATCH: Final = 64
+_HINT: Final = "delete sandboxes or templates, or free space on the disk that holds the database"
 
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
     job: Job[object]
+    adds: bool
     outcome: asyncio.Future[object]
 
 
@@ -44,8 +48,9 @@ class ConnectionStatistics:
 class SoleConnection:
     """Runs jobs one at a time, in order, each durable when its result is given."""
 
-    def __init__(self, engine: AsyncEngine) -> None:
+    def __init__(self, engine: AsyncEngine, room: Room) -> None:
         self._engine = engine
+        self._room = room
         self._connection: AsyncConnection | None = None
         self._asked: asyncio.Queue[_Asked | None] = asyncio.Queue()
         self._worker: asyncio.Task[None] | None = None
@@ -58,7 +63,7 @@ class SoleConnection:
         try:
             self._connection = await self._engine.connect()
         except (sa_exc.SQLAlchemyError, OSError) as error:
-            raise translate(error) from error
+            raise await self._explained(error) from error
         self._worker = spawn("state database", self._work())
 
     async def close(self) -> None:
@@ -69,16 +74,19 @@ class SoleConnection:
             await worker
         await self._disconnect()
 
-    async def run(self, job: Job[T]) -> T:
-        """Return the result of *job*, durable. Raises what it raised, `NoSpace` or `Unavailable`."""
-        return await self.submit(job)
+    async def run(self, job: Job[T], *, adds: bool = False) -> T:
+        """Return the result of *job*, durable. Raises what it raised, `NoSpace` or `Unavailable`.
 
-    def submit(self, job: Job[T]) -> asyncio.Future[T]:
+        A job that *adds* something never uses the reserve, and is refused while that is not there.
+        """
+        return await self.submit(job, adds=adds)
+
+    def submit(self, job: Job[T], *, adds: bool = False) -> asyncio.Future[T]:
         """Ask for *job* and return at once. Raises `Unavailable` when closed."""
         if self._worker is None or self._worker.done():
             raise Unavailable("the state database is closed")
         outcome: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        self._asked.put_nowait(_Asked(cast("Job[object]", job), cast("asyncio.Future[object]", outcome)))
+        self._asked.put_nowait(_Asked(cast("Job[object]", job), adds, cast("asyncio.Future[object]", outcome)))
         return outcome
 
     def statistics(self) -> ConnectionStatistics:
@@ -99,23 +107,46 @@ class SoleConnection:
             await self._commit(batch)
 
     async def _commit(self, batch: list[_Asked]) -> None:
+        batch = await self._admitted(batch)
         if not batch:
             return
         try:
             results = await self._transaction(batch)
         except Exception as error:  # noqa: BLE001  # whatever it is, it is the asker's
-            if len(batch) > 1 and not self._in_doubt:
-                for asked in batch:  # one must not fail for another
-                    await self._commit([asked])
-                return
-            self._failures += len(batch)
-            for asked in batch:
-                _settle(asked.outcome, error=translate(error), cause=error)
+            await self._failed(batch, error)
             return
         self._commits += 1
         self._jobs += len(batch)
         for asked, result in zip(batch, results, strict=True):
             _settle(asked.outcome, result=result)
+
+    async def _admitted(self, batch: list[_Asked]) -> list[_Asked]:
+        """What of *batch* may be done now: without a reserve, nothing is added."""
+        if self._room.kept or await asyncio.to_thread(self._room.keep):
+            return batch
+        for asked in batch:
+            if asked.adds:
+                self._failures += 1
+                _settle(asked.outcome, error=NoSpace("the disk of the state database is full", hint=_HINT))
+        return [asked for asked in batch if not asked.adds]
+
+    async def _failed(self, batch: list[_Asked], error: Exception) -> None:
+        fault = await self._explained(error)
+        full = isinstance(fault, NoSpace)
+        # What found no room was not written, whether its commit was tried or not.
+        if len(batch) > 1 and (full or not self._in_doubt):
+            for asked in batch:  # one must not fail for another
+                await self._commit([asked])
+            return
+        if full and not batch[0].adds and await asyncio.to_thread(self._room.give_up):
+            await self._commit(batch)
+            return
+        self._failures += len(batch)
+        for asked in batch:
+            _settle(asked.outcome, error=fault, cause=error)
+
+    async def _explained(self, error: Exception) -> Exception:
+        return translate(error, disk_full=await asyncio.to_thread(self._room.is_full))
 
     async def _transaction(self, batch: list[_Asked]) -> list[object]:
         self._in_doubt = False

@@ -11,7 +11,8 @@ from sqlalchemy.exc import ArgumentError
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 from sqlalchemy.pool import ConnectionPoolEntry
 
-from agentenv.model.errors import Invalid, Unavailable, Unsupported
+from agentenv.aio.failures import FULL
+from agentenv.model.errors import Invalid, NoSpace, Unavailable, Unsupported
 
 BUSY_TIMEOUT_MS: Final = 5000
 
@@ -48,16 +49,23 @@ def open_engine(url: str) -> AsyncEngine:
     return engine
 
 
+def file_of(url: str) -> Path:
+    """The file of the SQLite database at *url*, which `open_engine` takes."""
+    return Path(str(sa.make_url(url).database))
+
+
 def create_file(url: str) -> None:
     """Make the file of an SQLite database and its directory, readable only by us; blocking.
 
     Records hold environment variables of sandboxes, and those hold secrets.
     """
-    path = Path(str(sa.make_url(url).database))
+    path = file_of(url)
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         os.close(os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600))
     except OSError as error:
+        if error.errno in FULL:
+            raise NoSpace(f"no room for {path}", hint="free space on the disk that holds it") from error
         raise Unavailable(
             f"cannot open {path}: {error.strerror}", hint="check owner and mode of the home directory"
         ) from error

@@ -4,6 +4,7 @@ from typing import Final
 
 import sqlalchemy.exc as sa_exc
 
+from agentenv.aio.failures import FULL
 from agentenv.model.errors import AgentEnvError, Bug, NoSpace, Unavailable
 
 _HINTS: Final = {
@@ -18,17 +19,27 @@ _HINTS: Final = {
     "PROTOCOL": "another process holds the database; stop the other server that uses this home directory",
 }
 _DISK_FULL_SQLSTATE: Final = "53100"
+_FOR_WANT_OF_ROOM: Final = frozenset({"IOERR", "CANTOPEN"})
 
 
-def translate(error: Exception) -> Exception:
-    """Return the kind of *error* to raise to whoever asked; errors of ours stay as they are."""
+def translate(error: Exception, *, disk_full: bool = False) -> Exception:
+    """Return the kind of *error* to raise to whoever asked; errors of ours stay as they are.
+
+    SQLite says "full" only where it writes; what it allocates and opens fails as an
+    I/O error, which is `NoSpace` where *disk_full*.
+    """
     if isinstance(error, AgentEnvError):
         return error
     cause = error.orig if isinstance(error, sa_exc.DBAPIError) and error.orig is not None else error
     name = str(getattr(cause, "sqlite_errorname", ""))
-    if name == "SQLITE_FULL" or getattr(cause, "sqlstate", None) == _DISK_FULL_SQLSTATE:
+    code = name.removeprefix("SQLITE_").partition("_")[0]
+    if (
+        code == "FULL"
+        or getattr(cause, "sqlstate", None) == _DISK_FULL_SQLSTATE
+        or (isinstance(cause, OSError) and cause.errno in FULL)
+        or (disk_full and code in _FOR_WANT_OF_ROOM)
+    ):
         return NoSpace(f"the state database has no room: {cause}", hint="free space on the disk that holds it")
     if isinstance(error, (sa_exc.OperationalError, sa_exc.DatabaseError, sa_exc.InterfaceError, OSError)):
-        code = name.removeprefix("SQLITE_").partition("_")[0]
         return Unavailable(f"the state database failed: {cause}", hint=_HINTS.get(code))
     return Bug(f"the state database was misused: {error}")

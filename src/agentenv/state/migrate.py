@@ -10,20 +10,23 @@ import sqlalchemy.exc as sa_exc
 from agentenv.model.errors import Unsupported
 from agentenv.state.engine import open_engine
 from agentenv.state.faults import translate
+from agentenv.state.room import Room
 from agentenv.state.schema import REVISION
 
 SCRIPTS: Final = Path(__file__).parent / "migrations"
 
 
-def migrate(url: str) -> None:
+def migrate(url: str, room: Room) -> None:
     """Run every missing migration, all or nothing. Blocking: for a thread without an event loop.
+
+    *room* tells whether the disk is full.
 
     Raises `Unsupported` for a database that a newer release has migrated, `Unavailable` or `NoSpace`.
     """
     try:
         asyncio.run(_migrate(url))
     except (sa_exc.SQLAlchemyError, OSError) as error:
-        raise translate(error) from error
+        raise translate(error, disk_full=room.is_full()) from error
 
 
 async def _migrate(url: str) -> None:

@@ -10,7 +10,7 @@ import sqlalchemy as sa
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
-from agentenv.model.errors import AlreadyExists, Conflict, NotFound, Unavailable
+from agentenv.model.errors import AlreadyExists, Conflict, NoSpace, NotFound, Unavailable
 from agentenv.model.ids import SandboxId, SnapshotId
 from agentenv.model.lifecycle import State
 from agentenv.model.sandbox import Sandbox
@@ -18,8 +18,9 @@ from agentenv.model.snapshot import Snapshot
 from agentenv.state import codec
 from agentenv.state.connection import ConnectionStatistics, SoleConnection
 from agentenv.state.contract import Quarantined
-from agentenv.state.engine import create_file, open_engine
+from agentenv.state.engine import create_file, file_of, open_engine
 from agentenv.state.migrate import migrate
+from agentenv.state.room import RESERVE_BYTES, Room
 from agentenv.state.schema import sandboxes, snapshot_names, snapshots
 
 T = TypeVar("T")
@@ -32,24 +33,38 @@ class SqlStore:
 
     Args:
         url: of the database, such as `engine.sqlite_url` makes.
+        reserve_bytes: of disk that are kept for deletes, see `agentenv.state.room`.
     """
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, *, reserve_bytes: int = RESERVE_BYTES) -> None:
         self._url = url
+        self._reserve_bytes = reserve_bytes
         self._engine: AsyncEngine | None = None
         self._connection: SoleConnection | None = None
 
     async def start(self) -> None:
         engine = open_engine(self._url)
+        room = Room(file_of(self._url), reserve_bytes=self._reserve_bytes)
         try:
-            await asyncio.to_thread(create_file, self._url)
-            await asyncio.to_thread(migrate, self._url)
-            connection = SoleConnection(engine)
-            await connection.start()
+            try:
+                connection = await self._connected(engine, room)
+            except NoSpace:
+                # One that was not closed takes room to open.
+                if not await asyncio.to_thread(room.give_up):
+                    raise
+                connection = await self._connected(engine, room)
         except BaseException:
             await engine.dispose()
             raise
+        await asyncio.to_thread(room.keep)
         self._engine, self._connection = engine, connection
+
+    async def _connected(self, engine: AsyncEngine, room: Room) -> SoleConnection:
+        await asyncio.to_thread(create_file, self._url)
+        await asyncio.to_thread(migrate, self._url, room)
+        connection = SoleConnection(engine, room)
+        await connection.start()
+        return connection
 
     async def close(self) -> None:
         connection, self._connection = self._connection, None
@@ -71,7 +86,7 @@ class SqlStore:
             except IntegrityError as error:
                 raise AlreadyExists(f"sandbox {sandbox.id} exists") from error
 
-        await self._open().run(job)
+        await self._open().run(job, adds=True)
 
     async def update_sandbox(self, sandbox: Sandbox, *, state: State, generation: int) -> None:
         row = codec.encode_sandbox(sandbox)
@@ -118,7 +133,7 @@ class SqlStore:
             except IntegrityError as error:
                 raise AlreadyExists(f"snapshot {snapshot.id} exists, or one of its names is taken") from error
 
-        await self._open().run(job)
+        await self._open().run(job, adds=True)
 
     async def delete_snapshot(self, snapshot_id: SnapshotId) -> None:
         async def job(connection: AsyncConnection) -> None:
@@ -143,7 +158,7 @@ class SqlStore:
                 },
             )
 
-        self._open().submit(job).add_done_callback(_log_failure)
+        self._open().submit(job, adds=True).add_done_callback(_log_failure)
 
     async def quarantined(self) -> list[Quarantined]:
         rows = await self._open().run(_read_sandboxes)

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
+from agentenv.aio.failures import translated
 from agentenv.model.errors import Unavailable
-from agentenv.storage.failures import translated
 
 T = TypeVar("T")
 

@@ -32,6 +32,7 @@ from agentenv.state import engine as engine_module
 from agentenv.state import schema
 from agentenv.state.engine import open_engine, sqlite_url
 from agentenv.state.migrate import SCRIPTS, migrate
+from agentenv.state.room import RESERVE_BYTES, Room
 from agentenv.state.sql import SqlStore
 
 NOW = datetime(2026, 8, 1, tzinfo=UTC)
@@ -65,8 +66,8 @@ async def store(path: Path) -> AsyncIterator[SqlStore]:
     await store.close()
 
 
-async def _restarted(path: Path) -> SqlStore:
-    store = SqlStore(sqlite_url(path))
+async def _restarted(path: Path, *, reserve_bytes: int = RESERVE_BYTES) -> SqlStore:
+    store = SqlStore(sqlite_url(path), reserve_bytes=reserve_bytes)
     await store.start()
     return store
 
@@ -189,9 +190,9 @@ async def test_a_migration_that_fails_leaves_nothing_half_done(path: Path) -> No
 
 def test_migrating_twice_changes_nothing(path: Path) -> None:
     path.parent.mkdir(parents=True)
-    migrate(sqlite_url(path))
+    migrate(sqlite_url(path), Room(path))
     before = path.read_bytes()
-    migrate(sqlite_url(path))
+    migrate(sqlite_url(path), Room(path))
     assert path.read_bytes() == before
 
 
@@ -340,7 +341,7 @@ def tiny_disk(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.mark.needs("root")
 async def test_a_full_disk_is_no_space_and_changes_nothing_and_passes(tiny_disk: Path) -> None:
-    store = await _restarted(tiny_disk / "aenv.db")
+    store = await _restarted(tiny_disk / "aenv.db", reserve_bytes=0)
     sandbox = _sandbox()
     await store.insert_sandbox(sandbox)
     room = os.statvfs(tiny_disk)
@@ -365,7 +366,7 @@ async def test_a_start_on_a_full_disk_is_a_clear_error(tiny_disk: Path) -> None:
     (tiny_disk / "hog").write_bytes(b"x" * (room.f_bavail * room.f_frsize))
 
     with pytest.raises(NoSpace):
-        await _restarted(tiny_disk / "aenv.db")
+        await _restarted(tiny_disk / "aenv.db", reserve_bytes=0)
 
 
 async def test_one_refused_job_of_a_batch_costs_the_others_nothing(store: SqlStore) -> None:

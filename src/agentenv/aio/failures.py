@@ -1,4 +1,4 @@
-"""What a failed system call means to the caller of storage: the one place that turns an errno into a kind."""
+"""What a failed system call means to a caller: the one place that sorts errno by what can be done about it."""
 
 import errno
 from collections.abc import Iterator
@@ -7,9 +7,14 @@ from typing import Final
 
 from agentenv.model.errors import AgentEnvError, Bug, Exhausted, NoSpace, NotFound, Unavailable
 
-_FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
-_USED_UP: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
-_DENIED: Final = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
+FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
+"""The disk has no room, or the quota of its user is used up."""
+
+USED_UP: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS})
+"""This process or its host has no more of something that may come back: descriptors, memory, buffers."""
+
+DENIED: Final = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
+"""We may not: the owner, the mode, the mount or a capability stands in the way."""
 
 
 @contextmanager
@@ -26,12 +31,12 @@ def translated(doing: str) -> Iterator[None]:
 def kind_of(error: OSError, doing: str) -> AgentEnvError:
     """Return what *error* is to a caller. An I/O error is `Unavailable`: the disk did not answer."""
     what = f"{doing}: {error.strerror or error}"
-    if error.errno in _FULL:
+    if error.errno in FULL:
         return NoSpace(what, hint="free space in the data directory, or delete snapshots and paused sandboxes")
-    if error.errno in _USED_UP:
+    if error.errno in USED_UP:
         return Exhausted(what)
     if error.errno == errno.ENOENT:
         return NotFound(what)
-    if error.errno in _DENIED:
+    if error.errno in DENIED:
         return Unavailable(what, hint="check who owns the data directory and how it is mounted")
     return Unavailable(what)
