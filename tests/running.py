@@ -5,7 +5,9 @@ A home is good for one guest image and one QEMU: its name has a digest of both.
 
 import hashlib
 import json
+import os
 import shutil
+import signal
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -61,3 +63,41 @@ def ensure_template(server: Server, name: str) -> None:
         return
     built = server.aenv("template", "build", name, "--rootfs", str(BASE_ROOTFS), "--memory", "512", "--disk", "4096")
     assert built.returncode == 0, built.stderr.decode(errors="replace") + server.tail()
+
+
+@contextmanager
+def small_disk(mount_point: Path, size: str) -> Iterator[Path]:
+    """A file system of *size* of its own, on a loop device."""
+    image = mount_point.with_suffix(".img")
+    mount_point.mkdir()
+    subprocess.run(["truncate", "-s", size, str(image)], check=True)
+    subprocess.run(["mke2fs", "-q", "-t", "ext4", "-m", "0", str(image)], check=True)
+    subprocess.run(["mount", "-o", "loop", str(image), str(mount_point)], check=True)
+    try:
+        yield mount_point
+    finally:
+        subprocess.run(["umount", "-l", str(mount_point)], check=True)
+        image.unlink()
+
+
+@contextmanager
+def running_on(disk: Path, *, prefix: str, net: int) -> Iterator[Server]:
+    """A server whose home is on *disk*, with the template that the home of the suites has; its log is beside."""
+    server = Server(
+        home=disk / "home",
+        runtime=Path(f"/run/aenv-test-{prefix}"),
+        prefix=prefix,
+        net=net,
+        extra="[sandbox]\nmin_free_disk_mib = 0\n",
+        files=disk.parent,
+    )
+    subprocess.run(["cp", "-a", "--sparse=always", str(home_of(SUITES)), str(server.home)], check=True)
+    shutil.rmtree(server.runtime, ignore_errors=True)
+    try:
+        yield server.start()
+        server.delete_all()
+    finally:
+        server.stop()
+        for process in leaks(server).processes:  # of a test that failed: they hold the disk
+            os.kill(int(process.split()[0]), signal.SIGKILL)
+        shutil.rmtree(server.runtime, ignore_errors=True)

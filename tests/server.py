@@ -42,6 +42,7 @@ class Server:
     environ: dict[str, str] = field(default_factory=dict)
     api_key: str = field(default_factory=lambda: "e2b_" + secrets.token_hex(20))
     process: subprocess.Popen[bytes] | None = None
+    files: Path | None = None  # for its log and configuration, if not in its home
 
     @property
     def url(self) -> str:
@@ -49,12 +50,12 @@ class Server:
 
     @property
     def log(self) -> Path:
-        return self.home / "server.log"
+        return (self.files or self.home) / "server.log"
 
     def start(self, **environ: str) -> "Server":
         self.home.mkdir(parents=True, exist_ok=True)
         self.port = self.port or free_port()
-        config = self.home / "server.toml"
+        config = (self.files or self.home) / "server.toml"
         config.write_text(
             f'[server]\nlisten_host = "127.0.0.1"\nlisten_port = {self.port}\ndomains = ["sbx.localhost"]\n'
             f'[paths]\nhome = "{self.home}"\nruntime = "{self.runtime}"\n'

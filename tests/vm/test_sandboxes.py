@@ -17,7 +17,7 @@ import pytest
 import websockets.sync.client
 from e2b import Sandbox
 
-from tests.running import SUITES, home_of, running_server
+from tests.running import running_on, running_server, small_disk
 from tests.server import Server, leaks, left_after
 
 pytestmark = [
@@ -179,7 +179,7 @@ class TestFaults:
 
     @pytest.mark.needs("loop", "mount")
     def test_a_full_disk_undoes_the_pause(self, tmp_path: Path) -> None:
-        with _small_disk(tmp_path / "disk", "4G") as disk, running_on(disk) as server:
+        with small_disk(tmp_path / "disk", "4G") as disk, running_on(disk, prefix="aef", net=118) as server:
             made = server.create()
             run(server, made, "head -c 100M /dev/urandom >/dev/shm/x && touch /dev/shm/marker")
             filler = disk / "filler"
@@ -337,43 +337,6 @@ def _uplink_address() -> str:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect(("203.0.113.1", 9))  # sends nothing
         return str(probe.getsockname()[0])
-
-
-class _small_disk:  # noqa: N801 - a context manager that reads as a verb
-    """A file system of *size* of its own, on a loop device."""
-
-    def __init__(self, mount_point: Path, size: str) -> None:
-        self.mount_point, self.image, self.size = mount_point, mount_point.with_suffix(".img"), size
-
-    def __enter__(self) -> Path:
-        self.mount_point.mkdir()
-        subprocess.run(["truncate", "-s", self.size, str(self.image)], check=True)
-        subprocess.run(["mke2fs", "-q", "-t", "ext4", "-m", "0", str(self.image)], check=True)
-        subprocess.run(["mount", "-o", "loop", str(self.image), str(self.mount_point)], check=True)
-        return self.mount_point
-
-    def __exit__(self, *_: object) -> None:
-        subprocess.run(["umount", str(self.mount_point)], check=True)
-        self.image.unlink()
-
-
-class running_on:  # noqa: N801 - reads as a verb
-    """A server whose home is on *disk*, with the template of the suite's own home."""
-
-    def __init__(self, disk: Path) -> None:
-        self.server = Server(home=disk / "home", runtime=Path("/run/aenv-test-full"), prefix="aef", net=118,
-                             extra="[sandbox]\nmin_free_disk_mib = 0\n")  # fmt: skip
-
-    def __enter__(self) -> Server:
-        home = home_of(SUITES)
-        subprocess.run(["cp", "-a", "--sparse=always", str(home), str(self.server.home)], check=True)
-        shutil.rmtree(self.server.runtime, ignore_errors=True)
-        return self.server.start()
-
-    def __exit__(self, *_: object) -> None:
-        self.server.delete_all()
-        self.server.stop()
-        shutil.rmtree(self.server.runtime, ignore_errors=True)
 
 
 def _fill(filler: Path, disk: Path) -> None:

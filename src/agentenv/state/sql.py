@@ -46,13 +46,7 @@ class SqlStore:
         engine = open_engine(self._url)
         room = Room(file_of(self._url), reserve_bytes=self._reserve_bytes)
         try:
-            try:
-                connection = await self._connected(engine, room)
-            except NoSpace:
-                # One that was not closed takes room to open.
-                if not await asyncio.to_thread(room.give_up):
-                    raise
-                connection = await self._connected(engine, room)
+            connection = await self._connected(engine, room)
         except BaseException:
             await engine.dispose()
             raise
@@ -60,11 +54,18 @@ class SqlStore:
         self._engine, self._connection = engine, connection
 
     async def _connected(self, engine: AsyncEngine, room: Room) -> SoleConnection:
-        await asyncio.to_thread(create_file, self._url)
-        await asyncio.to_thread(migrate, self._url, room)
-        connection = SoleConnection(engine, room)
-        await connection.start()
-        return connection
+        """Open the database. One that was not closed takes room for that: then reserves are given up for it."""
+        while True:
+            try:
+                await asyncio.to_thread(create_file, self._url)
+                await asyncio.to_thread(migrate, self._url, room)
+                connection = SoleConnection(engine, room)
+                await connection.start()
+            except NoSpace:
+                if not await asyncio.to_thread(room.give_up, opening=True):
+                    raise
+            else:
+                return connection
 
     async def close(self) -> None:
         connection, self._connection = self._connection, None

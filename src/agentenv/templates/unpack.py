@@ -29,7 +29,9 @@ import zlib
 from dataclasses import dataclass, field
 from typing import BinaryIO, Final, Protocol
 
+from agentenv.aio.failures import FULL
 from agentenv.model.errors import AgentEnvError, Invalid, NoSpace, Unsupported
+from agentenv.templates.tree import Tree
 
 CHUNK_BYTES: Final = 1 << 20
 BLOCK_BYTES: Final = 4096
@@ -82,7 +84,7 @@ class Unpacking:
     entries: int = 0
     content_bytes: int = 0
     _reported: tuple[int, int] = (0, 0)
-    _directories: dict[str, tarfile.TarInfo] = field(default_factory=dict)
+    _directories: Tree[tarfile.TarInfo] = field(default_factory=Tree)
 
     def run(self, archive: BinaryIO) -> None:
         """Unpack everything. Raises `Invalid` for what is no sound archive or is too big, `NoSpace`."""
@@ -94,9 +96,9 @@ class Unpacking:
                     self._take(tar, member)
                     tar.members = []  # else it keeps every header
             tail.drain()
-            # Last, since making what is inside a directory changes its times; innermost first.
-            for path in sorted(self._directories, reverse=True):
-                _set_metadata(path, self._directories[path])
+            # Last, since making what is inside a directory changes its times.
+            for path, member in self._directories.innermost_first():
+                _set_metadata(path, member)
         except (tarfile.TarError, gzip.BadGzipFile, lzma.LZMAError, zlib.error, EOFError) as error:
             raise Invalid(f"the archive is damaged or is no tar: {error}") from error
         except (UnicodeError, ValueError, OverflowError) as error:
@@ -112,7 +114,7 @@ class Unpacking:
         try:
             self._make(tar, member, path)
         except OSError as error:
-            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            if error.errno in FULL:
                 raise NoSpace(f"the disk is full while unpacking {path}") from error
             if error.errno == errno.EOPNOTSUPP:
                 raise Unsupported(f"the file system here cannot hold what {path} has: {error.strerror}") from error
@@ -122,7 +124,7 @@ class Unpacking:
     def _make(self, tar: tarfile.TarFile, member: tarfile.TarInfo, path: str) -> None:
         if member.isdir():
             self._make_directory(path)
-            self._directories[path] = member
+            self._directories.put(path, member)
             return
         if path == "/":
             raise Invalid("the archive's root is not a directory")
@@ -160,9 +162,7 @@ class Unpacking:
         try:
             if stat.S_ISDIR(os.lstat(path).st_mode):
                 shutil.rmtree(path)
-                gone = [name for name in self._directories if name == path or name.startswith(f"{path}/")]
-                for name in gone:
-                    del self._directories[name]
+                self._directories.drop(path)
             else:
                 os.unlink(path)
         except FileNotFoundError:

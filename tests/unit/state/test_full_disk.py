@@ -25,6 +25,7 @@ pytestmark = [pytest.mark.needs("root", "mount"), pytest.mark.fault]
 MIB = 1 << 20
 SIZE = 40 * MIB
 RESERVE = "aenv.db-reserve"
+LAST_RESERVE = "aenv.db-reserve-last"
 
 
 @pytest.fixture(params=[pytest.param("tmpfs"), pytest.param("ext4", marks=pytest.mark.needs("mke2fs", "loop"))])
@@ -142,11 +143,26 @@ async def test_a_server_killed_in_a_write_on_a_full_disk_comes_back_and_can_dele
     await store.close()
 
 
-async def test_a_full_disk_without_a_reserve_is_a_clear_error(disk: Path) -> None:
+async def test_a_reserve_that_a_delete_used_up_leaves_one_for_opening(disk: Path) -> None:
     died = subprocess.run([sys.executable, "-c", _FILL_AND_DIE, str(disk), str(REPO)], capture_output=True, check=False)
     assert died.returncode == -signal.SIGKILL
     for name in (RESERVE, "aenv.db-shm"):
-        (disk / name).unlink()
+        (disk / name).unlink(missing_ok=True)
+    fill_again(disk)
+
+    store = await opened(disk)
+
+    for one in await store.sandboxes():
+        await store.delete_sandbox(one.id)
+    assert await store.sandboxes() == []
+    await store.close()
+
+
+async def test_a_full_disk_without_any_reserve_is_a_clear_error(disk: Path) -> None:
+    died = subprocess.run([sys.executable, "-c", _FILL_AND_DIE, str(disk), str(REPO)], capture_output=True, check=False)
+    assert died.returncode == -signal.SIGKILL
+    for name in (RESERVE, LAST_RESERVE, "aenv.db-shm"):
+        (disk / name).unlink(missing_ok=True)
     fill_again(disk)
 
     with pytest.raises(NoSpace):
