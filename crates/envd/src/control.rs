@@ -181,3 +181,35 @@ pub(crate) fn agent(app: &App, request: &Request<Incoming>) -> Answer {
 pub(crate) fn envs(app: &App) -> Answer {
     answer::json(StatusCode::OK, json::write(&app.settings().environment()))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_nodes_freeze_and_thaw_are_as_specified() {
+        let calls: serde_json::Value =
+            serde_json::from_slice(include_bytes!("../../../spec/agent/calls.json")).unwrap();
+        let freeze = &calls[2];
+        assert_eq!((&freeze["call"], &calls[3]["call"]), (&"POST /freeze".into(), &"POST /thaw".into()));
+        let body: FreezeRequest = json::parse(freeze["body"].to_string().as_bytes()).unwrap();
+        assert_eq!(body.timeout_ms, Some(5000));
+        for call in [freeze, &calls[3]] {
+            let mut names: Vec<_> = call["headers"].as_object().unwrap().keys().map(String::as_str).collect();
+            names.sort_unstable();
+            assert_eq!(names, [SECRET_HEADER, TURN_HEADER]);
+        }
+    }
+
+    #[test]
+    fn a_turn_is_a_number_or_absent() {
+        let given =
+            |text: &str| turn_of(&HeaderMap::from_iter([(TURN_HEADER.parse().unwrap(), text.parse().unwrap())]));
+        assert_eq!(turn_of(&HeaderMap::new()), Ok(None));
+        assert_eq!(given("0"), Ok(Some(0)));
+        assert_eq!(given("18446744073709551615"), Ok(Some(u64::MAX)));
+        for bad in ["", "x", "-1", "1.0", "18446744073709551616"] {
+            assert_eq!(given(bad), Err(()), "{bad:?}");
+        }
+    }
+}

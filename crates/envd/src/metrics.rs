@@ -101,6 +101,25 @@ mod tests {
     use super::*;
 
     #[test]
+    fn figures_are_written_as_specified() {
+        let metrics = Metrics {
+            ts: 1_767_323_045,
+            cpu_count: 2,
+            cpu_used_pct: 12.5,
+            mem_total: 512 << 20,
+            mem_used: 128 << 20,
+            mem_cache: 64 << 20,
+            mem_total_mib: 512,
+            mem_used_mib: 128,
+            disk_total: 4 << 30,
+            disk_used: 1 << 30,
+        };
+        let golden: serde_json::Value =
+            serde_json::from_slice(include_bytes!("../../../spec/agent/metrics.json")).unwrap();
+        assert_eq!(serde_json::from_slice::<serde_json::Value>(&json::write(&metrics)).unwrap(), golden);
+    }
+
+    #[test]
     fn the_share_of_busy_time_between_two_samples() {
         let before = cpu("cpu  100 0 100 800 0 0 0 0 0 0\ncpu0 ...\n");
         let now = cpu("cpu  150 0 100 850 0 0 0 0 50 0\n");

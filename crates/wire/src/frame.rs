@@ -127,6 +127,37 @@ mod tests {
         assert_eq!(&failed[5..], br#"{"error":{"code":"not_found","message":"no \"pid\""}}"#);
     }
 
+    #[derive(serde::Deserialize)]
+    struct Vector {
+        name: String,
+        end: bool,
+        payload: String,
+        bytes: String,
+    }
+
+    #[test]
+    fn frames_are_read_and_written_as_specified() {
+        let text = include_bytes!("../../../spec/agent/frames.json");
+        let vectors: Vec<Vector> = serde_json::from_slice(text).unwrap();
+        for Vector { name, end, payload, bytes } in vectors {
+            let bytes: Vec<u8> =
+                (0..bytes.len()).step_by(2).map(|at| u8::from_str_radix(&bytes[at..at + 2], 16).unwrap()).collect();
+            let payload = Bytes::from(payload);
+            let mut decoder = Decoder::default();
+            decoder.feed(&bytes);
+            let frame = if end { Frame::End(payload.clone()) } else { Frame::Message(payload.clone()) };
+            assert_eq!(decoder.take_frame().unwrap(), Some(frame), "{name}");
+            assert!(decoder.is_empty(), "{name}");
+            if !end {
+                assert_eq!(message(&payload)[..], bytes[..], "{name}");
+            } else if &payload[..] == b"{}" {
+                assert_eq!(super::end(None)[..], bytes[..], "{name}");
+            } else {
+                assert_eq!(super::end(Some(&RpcError::not_found("no such process")))[..], bytes[..], "{name}");
+            }
+        }
+    }
+
     #[test]
     fn a_compressed_or_oversized_frame_is_refused() {
         let mut decoder = Decoder::default();

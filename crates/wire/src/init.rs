@@ -120,6 +120,41 @@ mod tests {
     }
 
     #[test]
+    fn the_nodes_init_is_understood_as_specified() {
+        let calls: serde_json::Value =
+            serde_json::from_slice(include_bytes!("../../../spec/agent/calls.json")).unwrap();
+        let body = |number: usize| json::parse::<InitRequest>(calls[number]["body"].to_string().as_bytes()).unwrap();
+        let said = |number: usize, name: &str| calls[number]["body"][name].as_str().map(str::to_owned);
+        assert_eq!((&calls[0]["call"], &calls[1]["call"]), (&"POST /init".into(), &"POST /init".into()));
+        assert_eq!(body(0).ca_bundle, None);
+
+        let full = body(1);
+        assert_eq!(full.access_token, Change::Set("token".to_owned()));
+        assert_eq!(
+            full.env_vars.unwrap(),
+            [("EMPTY", ""), ("LANG", "C.UTF-8")].map(|(k, v)| (k.into(), v.into())).into()
+        );
+        assert_eq!(full.entropy.unwrap(), (0..64).collect::<Vec<u8>>());
+        let now = crate::time::Timestamp::parse(&full.timestamp.unwrap()).unwrap();
+        assert_eq!((now.seconds, now.nanos), (1_767_323_045, 678_901_000));
+        assert_eq!(full.thaw, None);
+        for (name, value) in [
+            ("defaultUser", full.default_user),
+            ("defaultWorkdir", full.default_workdir),
+            ("caBundle", full.ca_bundle),
+            ("caDigest", full.ca_digest),
+            ("hostname", full.hostname),
+            ("machineId", full.machine_id),
+            ("sandboxId", full.sandbox_id),
+            ("templateId", full.template_id),
+            ("controlSecret", full.control_secret),
+        ] {
+            assert!(value.is_some(), "{name}");
+            assert_eq!(value, said(1, name), "{name}");
+        }
+    }
+
+    #[test]
     fn the_sandbox_variables_can_be_overridden_by_env_vars() {
         let settings = Settings {
             sandbox_id: Some("id".into()),
