@@ -1,6 +1,12 @@
 //! Why an operation of the daemon failed, by what the caller should do next.
 
+use std::fmt::Display;
+use std::io;
+
+use rustix::io::Errno;
 use serde::{Deserialize, Serialize};
+
+pub type Result<T> = std::result::Result<T, Error>;
 
 /// The words of [`Error`] on the wire; the same as the control plane's where both have one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -41,5 +47,61 @@ pub struct Error {
     pub left: Left,
     pub message: String,
     #[source]
-    pub source: Option<std::io::Error>,
+    pub source: Option<io::Error>,
+}
+
+impl Error {
+    /// An error that left everything as it was.
+    pub fn new(code: Code, message: impl Into<String>) -> Self {
+        Self { code, left: Left::RolledBack, message: message.into(), source: None }
+    }
+
+    pub fn invalid(message: impl Into<String>) -> Self {
+        Self::new(Code::Invalid, message)
+    }
+
+    pub fn corrupt(message: impl Into<String>) -> Self {
+        Self::new(Code::Corrupt, message)
+    }
+
+    /// What the host's file system says about *what*.
+    pub fn io(what: impl Display, source: io::Error) -> Self {
+        let message = format!("{what}: {source}");
+        Self { code: code_of(&source), left: Left::RolledBack, message, source: Some(source) }
+    }
+
+    /// The same, past the point of return.
+    #[must_use]
+    pub fn lost(self) -> Self {
+        Self { left: Left::Lost, ..self }
+    }
+}
+
+fn code_of(error: &io::Error) -> Code {
+    match Errno::from_io_error(error) {
+        Some(Errno::NOSPC | Errno::DQUOT | Errno::MFILE | Errno::NFILE | Errno::NOMEM | Errno::FBIG) => Code::Exhausted,
+        Some(Errno::NOENT) => Code::NotFound,
+        Some(Errno::EXIST) => Code::AlreadyExists,
+        Some(Errno::OPNOTSUPP | Errno::NOSYS) => Code::Unsupported,
+        Some(Errno::IO) => Code::Corrupt,
+        Some(_) => Code::Unavailable,
+        None => match error.kind() {
+            io::ErrorKind::UnexpectedEof | io::ErrorKind::InvalidData => Code::Corrupt,
+            io::ErrorKind::InvalidInput => Code::Invalid,
+            _ => Code::Unavailable,
+        },
+    }
+}
+
+/// What the host's file system said, with what was being done.
+pub trait Context<T> {
+    /// # Errors
+    /// The same failure, as [`Error::io`] words it.
+    fn during(self, what: impl Display) -> Result<T>;
+}
+
+impl<T, E: Into<io::Error>> Context<T> for std::result::Result<T, E> {
+    fn during(self, what: impl Display) -> Result<T> {
+        self.map_err(|source| Error::io(what, source.into()))
+    }
 }

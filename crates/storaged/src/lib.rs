@@ -5,5 +5,8 @@
 //! has acknowledged outlives the daemon.
 
 pub mod device;
+pub mod directory;
 pub mod error;
+pub mod fuse;
+pub mod keeper;
 pub mod protocol;

@@ -5,6 +5,7 @@
 
 pub mod credentials;
 pub mod early;
+pub mod fuse;
 pub mod inherit;
 pub mod link;
 pub mod memory;

@@ -1,0 +1,115 @@
+//! What the front end has done so far.
+
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::time::Duration;
+
+use serde::Serialize;
+
+/// Class *n* holds what took less than 2^n microseconds; the last one holds the rest (8 s and more).
+const CLASSES: usize = 24;
+
+#[derive(Default)]
+pub(super) struct Counter {
+    requests: AtomicU64,
+    bytes: AtomicU64,
+    errors: AtomicU64,
+    classes: [AtomicU64; CLASSES],
+}
+
+impl Counter {
+    pub(super) fn add(&self, bytes: usize, failed: bool, took: Duration) {
+        self.requests.fetch_add(1, Relaxed);
+        self.bytes.fetch_add(bytes as u64, Relaxed);
+        self.errors.fetch_add(u64::from(failed), Relaxed);
+        self.classes[class_of(took)].fetch_add(1, Relaxed);
+    }
+
+    fn read(&self) -> Work {
+        Work {
+            requests: self.requests.load(Relaxed),
+            bytes: self.bytes.load(Relaxed),
+            errors: self.errors.load(Relaxed),
+            latency_classes: self.classes.iter().map(|class| class.load(Relaxed)).collect(),
+        }
+    }
+}
+
+fn class_of(took: Duration) -> usize {
+    let micros = u64::try_from(took.as_micros()).unwrap_or(u64::MAX);
+    ((u64::BITS - micros.leading_zeros()) as usize).min(CLASSES - 1)
+}
+
+#[derive(Default)]
+pub(super) struct Counters {
+    pub(super) reads: Counter,
+    pub(super) writes: Counter,
+    pub(super) flushes: Counter,
+    pub(super) discards: Counter,
+    /// Requests that could not be answered at once and went to the slow threads.
+    pub(super) slow: AtomicU64,
+    /// Slow reads that nobody waits for any more.
+    pub(super) interrupted: AtomicU64,
+    /// Requests that an earlier daemon had begun.
+    pub(super) resent: AtomicU64,
+    pub(super) malformed: AtomicU64,
+}
+
+/// Of one kind of request, since this daemon started.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Work {
+    pub requests: u64,
+    pub bytes: u64,
+    pub errors: u64,
+    /// Element *n* counts what took less than 2^n microseconds and not less than half of that; the last one has no upper end.
+    pub latency_classes: Vec<u64>,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Statistics {
+    pub reads: Work,
+    pub writes: Work,
+    pub flushes: Work,
+    pub discards: Work,
+    pub slow: u64,
+    pub interrupted: u64,
+    pub resent: u64,
+    pub malformed: u64,
+    /// Slow requests that wait for a thread now.
+    pub queued: usize,
+    /// Threads that serve slow requests now.
+    pub slow_threads: usize,
+    /// Times the keeper was found dead and made again.
+    pub keepers_lost: u64,
+}
+
+impl Counters {
+    pub(super) fn read(&self, queued: usize, slow_threads: usize, keepers_lost: u64) -> Statistics {
+        Statistics {
+            reads: self.reads.read(),
+            writes: self.writes.read(),
+            flushes: self.flushes.read(),
+            discards: self.discards.read(),
+            slow: self.slow.load(Relaxed),
+            interrupted: self.interrupted.load(Relaxed),
+            resent: self.resent.load(Relaxed),
+            malformed: self.malformed.load(Relaxed),
+            queued,
+            slow_threads,
+            keepers_lost,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_class_ends_before_its_power_of_two() {
+        assert_eq!(class_of(Duration::ZERO), 0);
+        assert_eq!(class_of(Duration::from_micros(1)), 1);
+        assert_eq!(class_of(Duration::from_micros(1023)), 10);
+        assert_eq!(class_of(Duration::from_micros(1024)), 11);
+        assert_eq!(class_of(Duration::MAX), CLASSES - 1);
+    }
+}
