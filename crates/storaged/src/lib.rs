@@ -7,6 +7,15 @@
 pub mod device;
 pub mod directory;
 pub mod error;
+pub mod files;
 pub mod fuse;
+pub mod image;
 pub mod keeper;
+pub mod keyed;
+pub mod layer;
+pub mod library;
+pub mod names;
 pub mod protocol;
+pub mod root;
+pub mod stack;
+pub mod upper;

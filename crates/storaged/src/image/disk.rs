@@ -1,0 +1,518 @@
+//! A disk: a stack, and an upper that one guest writes to.
+//!
+//! Whoever writes holds the state for reading, so that a seal, which holds it for writing, comes between
+//! writes and never into one. Readers only take a copy of what to read from: they wait
+//! for nobody, and what they read is what the disk held at some moment of their call.
+//!
+//! A seal is crash-safe in this order: the upper to come is made, then named in the record (`next`); the old one
+//! gets its index and is flushed; it is renamed to a layer; the record is written
+//! without `next`. [`Disk::settle`] goes on from any of these.
+
+use std::io;
+use std::ops::Range;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
+
+use layers::{Place, SECTOR, Segment};
+use rustix::io::Errno;
+
+use super::record::{self, DiskRecord, Key};
+use super::{Parts, check, unreadable};
+use crate::device::{Answer, Device, DeviceId, Kind};
+use crate::error::{Code, Context, Error, Result};
+use crate::layer::MAX_SIZE_BYTES;
+use crate::library::Held;
+use crate::names::{Format, Id, LayerName, Owner};
+use crate::protocol::Stack;
+use crate::stack::View;
+use crate::upper::{self, Upper};
+
+pub struct Disk {
+    parts: Arc<Parts>,
+    owner: Owner,
+    device: DeviceId,
+    size_bytes: AtomicU64,
+    /// Held by the one operation at a time.
+    kept: Mutex<Kept>,
+    state: RwLock<State>,
+}
+
+struct Kept {
+    record: DiskRecord,
+    held: Held,
+}
+
+enum State {
+    /// Nobody has used it yet, or any more.
+    Closed,
+    Open(Top),
+    Removed,
+}
+
+/// What the disk shows.
+#[derive(Clone)]
+struct Top {
+    upper: Arc<Upper>,
+    /// The last upper, which is on its way to be a layer, and is not written to any more.
+    sealing: Option<Arc<Upper>>,
+    below: Arc<View>,
+}
+
+impl Disk {
+    /// A new disk, durable.
+    ///
+    /// # Errors
+    /// `not_found` for a layer that is not there, `corrupt` for one that is damaged, `invalid` for a stack that
+    /// cannot be, `exhausted` without room.
+    pub fn create(parts: &Arc<Parts>, owner: Owner, stack: Stack) -> Result<Self> {
+        let held = parts.library.hold(&stack.layers)?;
+        let below = Arc::new(parts.stacks.open(&stack)?);
+        let device = parts.root.new_device()?;
+        let id = Id::random().during("no random bytes")?;
+        let upper = Arc::new(Upper::create(&parts.root, id, stack.size_bytes)?);
+        let record = DiskRecord { device: device.0.get(), stack, upper: id, next: None };
+        if let Err(error) = record::write(&parts.root, &Key::Disk(owner.clone()), &record) {
+            let _ = record::remove(&parts.root, &Key::Disk(owner));
+            let _ = upper::remove(&parts.root, id);
+            return Err(error);
+        }
+        let state = State::Open(Top { upper, sealing: None, below });
+        Ok(Self::assemble(parts, owner, device, Kept { record, held }, state))
+    }
+
+    /// The disk of a record. It is opened when it is used.
+    pub fn of_record(parts: &Arc<Parts>, owner: Owner, device: DeviceId, record: DiskRecord) -> Self {
+        let held = parts.library.hold_unseen(&record.stack.layers);
+        Self::assemble(parts, owner, device, Kept { record, held }, State::Closed)
+    }
+
+    fn assemble(parts: &Arc<Parts>, owner: Owner, device: DeviceId, kept: Kept, state: State) -> Self {
+        let size_bytes = AtomicU64::new(kept.record.stack.size_bytes);
+        let (parts, kept, state) = (Arc::clone(parts), Mutex::new(kept), RwLock::new(state));
+        Self { parts, owner, device, size_bytes, kept, state }
+    }
+
+    pub fn device(&self) -> DeviceId {
+        self.device
+    }
+
+    pub fn owner(&self) -> &Owner {
+        &self.owner
+    }
+
+    /// The immutable part.
+    pub fn stack(&self) -> Stack {
+        self.kept().record.stack.clone()
+    }
+
+    /// The uppers that belong to it.
+    pub fn uppers(&self) -> Vec<Id> {
+        let kept = self.kept();
+        [Some(kept.record.upper), kept.record.next].into_iter().flatten().collect()
+    }
+
+    /// Makes sure that it can be used.
+    ///
+    /// # Errors
+    /// `corrupt` when any part of it is damaged, `not_found` when it was removed.
+    pub fn open(&self) -> Result<()> {
+        self.top(&mut self.kept()).map(|_| ())
+    }
+
+    /// Gives back what it takes to serve it; it is opened again when it is used.
+    pub fn close(&self) {
+        // Not while an operation relies on what is shown.
+        let _kept = self.kept();
+        let mut state = self.state.write().unwrap_or_else(PoisonError::into_inner);
+        if matches!(*state, State::Open(_)) {
+            *state = State::Closed;
+        }
+    }
+
+    /// Forgets the disk and its upper, durably.
+    ///
+    /// # Errors
+    /// What the file system says; it can be tried again.
+    pub fn remove(&self) -> Result<()> {
+        let mut kept = self.kept();
+        *self.state.write().unwrap_or_else(PoisonError::into_inner) = State::Removed;
+        record::remove(&self.parts.root, &Key::Disk(self.owner.clone()))?;
+        for id in [Some(kept.record.upper), kept.record.next].into_iter().flatten() {
+            upper::remove(&self.parts.root, id)?;
+        }
+        kept.held = self.parts.library.hold_unseen(&[]);
+        Ok(())
+    }
+
+    /// Grows the disk; what is new is zeros.
+    ///
+    /// # Errors
+    /// `invalid` for a size that is smaller or cannot be.
+    pub fn resize(&self, size_bytes: u64) -> Result<()> {
+        let mut kept = self.kept();
+        let top = self.top(&mut kept)?;
+        let now = kept.record.stack.size_bytes;
+        if size_bytes < now || size_bytes > MAX_SIZE_BYTES || size_bytes % SECTOR != 0 {
+            return Err(Error::invalid(format!("a disk of {now} bytes cannot become one of {size_bytes}")));
+        }
+        let mut record = kept.record.clone();
+        record.stack.size_bytes = size_bytes;
+        self.keep(&record)?;
+        kept.record = record;
+        let below = Arc::new(top.below.resized(size_bytes));
+        self.show(Top { below, ..top });
+        self.size_bytes.store(size_bytes, Ordering::Release);
+        Ok(())
+    }
+
+    /// Makes what was written so far a layer, and gives the whole stack, durable. The layers of it are held.
+    ///
+    /// # Errors
+    /// `lost` when the disk cannot be flushed; otherwise the disk is as it was, and it can be tried again.
+    pub fn seal(&self) -> Result<(Stack, Held)> {
+        let mut kept = self.kept();
+        let top = self.top(&mut kept)?;
+        if !top.upper.is_empty() {
+            // Most of it, while the guest can still write; what is left then is little.
+            self.flush_for_seal(&top.upper)?;
+            self.switch(&mut kept, &top)?;
+            self.settle(&mut kept)?;
+        }
+        let stack = kept.record.stack.clone();
+        let held = self.parts.library.hold(&stack.layers)?;
+        Ok((stack, held))
+    }
+
+    /// Puts an empty upper on top; the old one has its index then.
+    fn switch(&self, kept: &mut Kept, top: &Top) -> Result<()> {
+        let root = &self.parts.root;
+        let id = Id::random().during("no random bytes")?;
+        let upper = Arc::new(Upper::create(root, id, kept.record.stack.size_bytes)?);
+        let record = DiskRecord { next: Some(id), ..kept.record.clone() };
+        let switched = self.keep(&record).and_then(|()| {
+            let mut state = self.state.write().unwrap_or_else(PoisonError::into_inner);
+            top.upper.seal(record.stack.size_bytes)?;
+            if let State::Open(shown) = &mut *state {
+                shown.sealing = Some(std::mem::replace(&mut shown.upper, upper));
+            }
+            Ok(())
+        });
+        match switched {
+            Ok(()) => kept.record = record,
+            Err(error) => {
+                // In this order: a record whose `next` is missing means the same as one without.
+                let _ = upper::remove(root, id);
+                let _ = self.keep(&kept.record);
+                return Err(error);
+            }
+        }
+        Ok(())
+    }
+
+    /// Finishes the seal that the record speaks of, from wherever it was left.
+    fn settle(&self, kept: &mut Kept) -> Result<()> {
+        let Some(next) = kept.record.next else { return Ok(()) };
+        let root = &self.parts.root;
+        let old = kept.record.upper;
+        let name = LayerName::new(old, Format::Lsmt);
+        let sealing = match &*self.state.read().unwrap_or_else(PoisonError::into_inner) {
+            State::Open(top) => top.sealing.clone(),
+            _ => None,
+        };
+        let data = upper::data_path(root, old);
+        let layer = if data.exists() {
+            if let Some(sealing) = sealing {
+                self.flush_for_seal(&sealing)?;
+            }
+            self.parts.library.adopt(&data, &name)?
+        } else {
+            self.parts.library.hold(std::slice::from_ref(&name)).map_err(missing_is_corrupt)?
+        };
+        let mut stack = kept.record.stack.clone();
+        stack.layers.push(name);
+        let below = Arc::new(self.parts.stacks.open(&stack)?);
+        let record = DiskRecord { stack, upper: next, next: None, ..kept.record.clone() };
+        self.keep(&record)?;
+        kept.record = record;
+        let none = self.parts.library.hold_unseen(&[]);
+        kept.held = std::mem::replace(&mut kept.held, none).and(layer);
+        let mut state = self.state.write().unwrap_or_else(PoisonError::into_inner);
+        if let State::Open(top) = &mut *state {
+            top.below = below;
+            top.sealing = None;
+        }
+        drop(state);
+        if let Err(error) = upper::remove_index(root, old) {
+            eprintln!("storaged: {error}");
+        }
+        Ok(())
+    }
+
+    fn flush_for_seal(&self, upper: &Upper) -> Result<()> {
+        upper.flush().during(format_args!("cannot flush the disk of {}", self.owner)).map_err(Error::lost)
+    }
+
+    /// Opens what the record says, unless it is open.
+    fn top(&self, kept: &mut Kept) -> Result<Top> {
+        match &*self.state.read().unwrap_or_else(PoisonError::into_inner) {
+            State::Open(top) if kept.record.next.is_none() => return Ok(top.clone()),
+            State::Removed => return Err(Error::new(Code::NotFound, format!("{} has no disk", self.owner))),
+            _ => (),
+        }
+        if self.state_is_closed() {
+            self.recover(kept)?;
+            let record = &kept.record;
+            let below = Arc::new(self.parts.stacks.open(&record.stack).map_err(missing_is_corrupt)?);
+            let upper = Arc::new(Upper::open(&self.parts.root, record.upper, record.stack.size_bytes)?);
+            self.show(Top { upper, sealing: None, below });
+        } else {
+            self.settle(kept)?;
+        }
+        match &*self.state.read().unwrap_or_else(PoisonError::into_inner) {
+            State::Open(top) => Ok(top.clone()),
+            _ => Err(Error::new(Code::Conflict, format!("the disk of {} was closed meanwhile", self.owner))),
+        }
+    }
+
+    /// A seal that an earlier daemon began: undone when nothing depends on it, else done.
+    fn recover(&self, kept: &mut Kept) -> Result<()> {
+        let Some(next) = kept.record.next else { return Ok(()) };
+        let root = &self.parts.root;
+        let size = kept.record.stack.size_bytes;
+        let old = kept.record.upper;
+        if upper::data_path(root, old).exists() {
+            // It may be missing or empty, but what is damaged may have had writes.
+            let written = upper::exists(root, next) && !Upper::open(root, next, size)?.is_empty();
+            if !written {
+                let record = DiskRecord { next: None, ..kept.record.clone() };
+                self.keep(&record)?;
+                kept.record = record;
+                return upper::remove(root, next);
+            }
+            let old = Upper::open(root, old, size)?;
+            old.seal(size)?;
+            self.flush_for_seal(&old)?;
+        }
+        self.settle(kept)
+    }
+
+    fn keep(&self, record: &DiskRecord) -> Result<()> {
+        record::write(&self.parts.root, &Key::Disk(self.owner.clone()), record)
+    }
+
+    fn show(&self, top: Top) {
+        let mut state = self.state.write().unwrap_or_else(PoisonError::into_inner);
+        if !matches!(*state, State::Removed) {
+            *state = State::Open(top);
+        }
+    }
+
+    fn kept(&self) -> MutexGuard<'_, Kept> {
+        self.kept.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn state_is_closed(&self) -> bool {
+        matches!(*self.state.read().unwrap_or_else(PoisonError::into_inner), State::Closed)
+    }
+
+    /// Lets the caller have what the disk shows, and keeps a seal out until it is done.
+    fn with<T>(&self, use_it: impl FnOnce(&Top) -> io::Result<T>) -> io::Result<T> {
+        loop {
+            let state = self.state.read().unwrap_or_else(PoisonError::into_inner);
+            match &*state {
+                State::Open(top) => return use_it(top),
+                State::Removed => return Err(Errno::NODEV.into()),
+                State::Closed => drop(state),
+            }
+            self.open().map_err(|error| {
+                eprintln!("storaged: the disk of {}: {error}", self.owner);
+                io::Error::from(Errno::IO)
+            })?;
+        }
+    }
+
+    /// What to read from, now.
+    fn snapshot(&self) -> io::Result<Top> {
+        self.with(|top| Ok(top.clone()))
+    }
+
+    fn alone<T>(&self, use_it: impl FnOnce(&Top) -> io::Result<T>) -> io::Result<T> {
+        self.open().map_err(|_| io::Error::from(Errno::IO))?;
+        match &*self.state.write().unwrap_or_else(PoisonError::into_inner) {
+            State::Open(top) => use_it(top),
+            _ => Err(Errno::NODEV.into()),
+        }
+    }
+
+    fn failed(&self, error: io::Error) -> io::Error {
+        unreadable(&format_args!("the disk of {}", self.owner), error)
+    }
+
+    fn checked(&self, offset: u64, length: u64) -> io::Result<()> {
+        check(self.size_bytes(), offset, length)
+    }
+}
+
+impl Top {
+    fn uppers(&self) -> [Option<&Upper>; 2] {
+        [Some(&self.upper), self.sealing.as_deref()]
+    }
+
+    fn read(&self, buf: &mut [u8], offset: u64, now: bool) -> io::Result<Answer> {
+        self.read_through(&self.uppers(), buf, offset, now)
+    }
+
+    fn read_through(&self, uppers: &[Option<&Upper>], buf: &mut [u8], offset: u64, now: bool) -> io::Result<Answer> {
+        let Some((upper, lower)) = uppers.split_first() else {
+            return if now {
+                self.below.read_now(buf, offset)
+            } else {
+                self.below.read(buf, offset).map(|()| Answer::Done)
+            };
+        };
+        let Some(upper) = upper else { return self.read_through(lower, buf, offset, now) };
+        let end = offset + buf.len() as u64;
+        let mut rest = buf;
+        for piece in upper.pieces(offset / SECTOR..end.div_ceil(SECTOR)) {
+            let start = offset.max(piece.offset * SECTOR);
+            let stop = end.min((piece.offset + piece.length) * SECTOR);
+            let length = usize::try_from(stop - start).map_err(|_| io::ErrorKind::InvalidInput)?;
+            let (part, behind) = std::mem::take(&mut rest).split_at_mut(length);
+            rest = behind;
+            let answer = match piece.place {
+                Place::Zeroed => {
+                    part.fill(0);
+                    Answer::Done
+                }
+                Place::Hole => self.read_through(lower, part, start, now)?,
+                Place::Data { moffset, .. } => {
+                    let at = moffset * SECTOR + (start - piece.offset * SECTOR);
+                    if now {
+                        upper.read_data_now(part, at)?
+                    } else {
+                        upper.read_data(part, at)?;
+                        Answer::Done
+                    }
+                }
+            };
+            if answer == Answer::WouldWait {
+                return Ok(answer);
+            }
+        }
+        Ok(Answer::Done)
+    }
+
+    /// The parts of *range*, in sectors, that do not read as zeros for certain.
+    fn occupied(&self, range: Range<u64>) -> Vec<Range<u64>> {
+        fn collect(uppers: &[Option<&Upper>], below: &View, range: Range<u64>, found: &mut Vec<Range<u64>>) {
+            let Some((upper, lower)) = uppers.split_first() else {
+                found.extend(below.data(range));
+                return;
+            };
+            let Some(upper) = upper else { return collect(lower, below, range, found) };
+            for piece in upper.pieces(range) {
+                match piece.place {
+                    Place::Zeroed => (),
+                    Place::Hole => collect(lower, below, piece.range(), found),
+                    Place::Data { .. } => found.push(piece.range()),
+                }
+            }
+        }
+        let mut found = Vec::new();
+        collect(&self.uppers(), &self.below, range.clone(), &mut found);
+        // Few long mappings are better than many short ones.
+        let at_most = (range.end - range.start).div_ceil(Segment::MAX_LENGTH);
+        if found.len() as u64 > at_most { vec![range] } else { found }
+    }
+
+    /// Writes any bytes: sectors that are written in part are read first. Nobody else writes meanwhile.
+    fn write_bytes(&self, buf: &[u8], offset: u64, durable: bool) -> io::Result<bool> {
+        let first = offset / SECTOR;
+        let last = (offset + buf.len() as u64).div_ceil(SECTOR);
+        let mut whole = vec![0; usize::try_from((last - first) * SECTOR).map_err(|_| io::ErrorKind::InvalidInput)?];
+        let head = usize::try_from(offset % SECTOR).map_err(|_| io::ErrorKind::InvalidInput)?;
+        self.read(&mut whole, first * SECTOR, false)?;
+        whole[head..head + buf.len()].copy_from_slice(buf);
+        self.upper.write(&whole, first, durable)
+    }
+}
+
+/// For what a record of ours says is there.
+fn missing_is_corrupt(error: Error) -> Error {
+    match error.code {
+        Code::NotFound => Error { code: Code::Corrupt, ..error },
+        _ => error,
+    }
+}
+
+fn is_whole(offset: u64, length: u64) -> bool {
+    offset % SECTOR == 0 && length % SECTOR == 0
+}
+
+impl Device for Disk {
+    fn kind(&self) -> Kind {
+        Kind::Disk
+    }
+
+    fn size_bytes(&self) -> u64 {
+        self.size_bytes.load(Ordering::Acquire)
+    }
+
+    fn read(&self, buf: &mut [u8], offset: u64) -> io::Result<()> {
+        self.checked(offset, buf.len() as u64)?;
+        self.snapshot()?.read(buf, offset, false).map(|_| ()).map_err(|e| self.failed(e))
+    }
+
+    fn read_now(&self, buf: &mut [u8], offset: u64) -> io::Result<Answer> {
+        self.checked(offset, buf.len() as u64)?;
+        // Waits for no seal either.
+        let Ok(state) = self.state.try_read() else { return Ok(Answer::WouldWait) };
+        let State::Open(top) = &*state else { return Ok(Answer::WouldWait) };
+        let top = top.clone();
+        drop(state);
+        top.read(buf, offset, true).map_err(|e| self.failed(e))
+    }
+
+    fn write(&self, buf: &[u8], offset: u64, durable: bool) -> io::Result<()> {
+        self.checked(offset, buf.len() as u64)?;
+        let on_disk = if is_whole(offset, buf.len() as u64) {
+            self.with(|top| top.upper.write(buf, offset / SECTOR, durable))?
+        } else {
+            self.alone(|top| top.write_bytes(buf, offset, durable))?
+        };
+        // Outside of the lock, so that no seal has to wait for it.
+        if durable && !on_disk { self.flush() } else { Ok(()) }
+    }
+
+    fn discard(&self, offset: u64, length: u64) -> io::Result<()> {
+        self.checked(offset, length)?;
+        let (start, end) = (offset.div_ceil(SECTOR), (offset + length) / SECTOR);
+        if !is_whole(offset, length) {
+            let zeros = vec![0; usize::try_from(SECTOR).map_err(|_| io::ErrorKind::InvalidInput)?];
+            let head = (offset, (start * SECTOR).min(offset + length));
+            let tail = ((end * SECTOR).max(head.1), offset + length);
+            for (from, to) in [head, tail] {
+                if from < to {
+                    let part = &zeros[..usize::try_from(to - from).map_err(|_| io::ErrorKind::InvalidInput)?];
+                    self.alone(|top| top.write_bytes(part, from, false))?;
+                }
+            }
+        }
+        if start >= end {
+            return Ok(());
+        }
+        self.with(|top| top.upper.zero(&top.occupied(start..end)))
+    }
+
+    fn flush(&self) -> io::Result<()> {
+        let top = self.snapshot()?;
+        // Both, the older one first: a flush covers what was acknowledged before a seal, too.
+        if let Some(sealing) = &top.sealing {
+            sealing.flush()?;
+        }
+        top.upper.flush()
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,99 @@
+//! What is kept of an image: one small file, whole or not there, and checked when it is read.
+
+use std::fs;
+use std::path::PathBuf;
+
+use serde::{Deserialize, Serialize, de::DeserializeOwned};
+
+use crate::error::{Context, Error, Result};
+use crate::names::{Id, Owner};
+use crate::protocol::Stack;
+use crate::root::{Root, remove_if_there, sync_directory};
+
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct DiskRecord {
+    pub device: u64,
+    pub stack: Stack,
+    pub upper: Id,
+    /// The upper to come, while *upper* becomes a layer.
+    pub next: Option<Id>,
+}
+
+/// Of no use after another boot, when nobody maps anything any more.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct MemoryRecord {
+    pub device: u64,
+    pub stack: Stack,
+    pub owners: Vec<Owner>,
+}
+
+/// Which file a record is.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Key {
+    Disk(Owner),
+    Memory(u64),
+}
+
+impl Key {
+    fn path(&self, root: &Root) -> PathBuf {
+        root.images().join(match self {
+            Self::Disk(owner) => format!("disk-{owner}"),
+            Self::Memory(device) => format!("memory-{device}"),
+        })
+    }
+
+    fn parse(name: &str) -> Option<Self> {
+        if let Some(owner) = name.strip_prefix("disk-") {
+            return Owner::parse(owner).ok().map(Self::Disk);
+        }
+        name.strip_prefix("memory-")?.parse().ok().map(Self::Memory)
+    }
+}
+
+/// Every record that there is, readable or not.
+///
+/// # Errors
+/// What the file system says.
+pub fn list(root: &Root) -> Result<Vec<Key>> {
+    let mut keys = Vec::new();
+    for entry in fs::read_dir(root.images()).during("cannot list images")? {
+        let name = entry.during("cannot list images")?.file_name();
+        keys.extend(name.to_str().and_then(Key::parse));
+    }
+    Ok(keys)
+}
+
+/// # Errors
+/// `corrupt` when it is not what was written, what the file system says.
+pub fn read<T: DeserializeOwned>(root: &Root, key: &Key) -> Result<T> {
+    let bytes = fs::read(key.path(root)).during("cannot read a record")?;
+    let damaged = || Error::corrupt(format!("the record of {key:?} is damaged"));
+    let end = bytes.iter().position(|byte| *byte == b'\n').ok_or_else(damaged)?;
+    let sum = format!("{:08x}\n", crc32c::crc32c(&bytes[..end]));
+    if bytes[end + 1..] != *sum.as_bytes() {
+        return Err(damaged());
+    }
+    serde_json::from_slice(&bytes[..end]).map_err(|_| damaged())
+}
+
+/// Durable when it returns.
+///
+/// # Errors
+/// What the file system says; the old record is then there, or the new one.
+pub fn write<T: Serialize>(root: &Root, key: &Key, record: &T) -> Result<()> {
+    let mut bytes = serde_json::to_vec(record).map_err(|e| Error::new(crate::error::Code::Bug, e.to_string()))?;
+    let sum = crc32c::crc32c(&bytes);
+    bytes.extend_from_slice(format!("\n{sum:08x}\n").as_bytes());
+    root.replace(&key.path(root), &bytes)
+}
+
+/// Durable when it returns. It may be gone already.
+///
+/// # Errors
+/// What the file system says.
+pub fn remove(root: &Root, key: &Key) -> Result<()> {
+    remove_if_there(&key.path(root)).during("cannot remove a record")?;
+    sync_directory(&root.images())
+}
