@@ -39,6 +39,8 @@ pub(crate) struct App {
     pub watchers: Watchers,
     pub groups: Option<Groups>,
     pub powers: Powers,
+    /// Whether SSH host keys are being renewed.
+    pub renewing_keys: Cell<bool>,
     /// A directory of proc that stays valid whatever the workload mounts; set if children must lose protection.
     pub proc: Option<Arc<OwnedFd>>,
     /// Where output is read to before it is encoded; only used between two awaits.
@@ -74,6 +76,7 @@ impl App {
             watchers: Watchers::default(),
             groups,
             powers,
+            renewing_keys: Cell::default(),
             proc: proc.map(Arc::new),
             scratch: RefCell::new(vec![0; SCRATCH_BYTES].into_boxed_slice()),
             max_open_files,

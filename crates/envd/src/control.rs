@@ -69,7 +69,10 @@ pub(crate) async fn init(app: Rc<App>, from_inside: bool, request: Request<Incom
         Err(failure) => return answer::error(StatusCode::BAD_REQUEST, &failure.message),
     };
     match identity::apply(&app, message) {
-        Ok(()) => answer::empty(StatusCode::NO_CONTENT),
+        Ok(()) => {
+            identity::renew_soon(&app);
+            answer::empty(StatusCode::NO_CONTENT)
+        }
         Err(identity::Failure::Invalid(text)) => answer::error(StatusCode::BAD_REQUEST, &text),
         Err(identity::Failure::BundleWanted) => {
             answer::error(StatusCode::CONFLICT, "caDigest names a bundle that has to come with it")

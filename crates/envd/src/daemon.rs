@@ -16,6 +16,7 @@ use crate::app::{App, Powers};
 use crate::arguments::{CgroupChoice, Inherited, PORT, ServeOptions};
 use crate::cgroup::Groups;
 use crate::http::{listen, serve};
+use crate::identity;
 use crate::say;
 use crate::store::Store;
 
@@ -100,6 +101,8 @@ fn run(
     LocalSet::new().block_on(&runtime, async {
         let listener = listen(address)?;
         ready(listener.local_addr()?);
+        // A daemon before this one may not have come to the end of it.
+        identity::renew_soon(&app);
         match told_to_stop {
             None => serve(app, listener).await,
             Some(stop) => {

@@ -64,6 +64,8 @@ pub struct Settings {
     pub ca_installed: Option<String>,
     /// The `caDigest` that came with it.
     pub ca_digest: Option<String>,
+    /// The sandbox that the image's SSH host keys were made for.
+    pub host_keys_of: Option<String>,
 }
 
 impl Settings {

@@ -304,6 +304,41 @@ def cpu_ticks(pid: int) -> int:
 CERTIFICATE = "-----BEGIN CERTIFICATE-----\n{}\n-----END CERTIFICATE-----"
 
 
+SSH_KEYGEN = """#!/bin/sh
+while [ "$1" != -f ]; do shift; done
+umask 077
+cat /proc/sys/kernel/random/uuid >"$2"
+echo public >"$2.pub"
+"""
+SSHD = """#!/bin/sh
+trap 'echo told to read them again' HUP
+echo $$ >/run/sshd.pid
+echo ready
+while :; do sleep 0.01; done
+"""
+
+
+@contextmanager
+def host_programs(root: Path) -> Iterator[Agent]:
+    """An agent in *root* with the programs of this host, an `ssh-keygen` that takes no time, and an `sshd`."""
+    for name, text in (("local/ssh-keygen", SSH_KEYGEN), ("opt/sshd", SSHD)):
+        program = root / name
+        program.parent.mkdir()
+        program.write_text(text)
+        program.chmod(0o755)
+    for name in ("run", "usr"):
+        (root / name).mkdir()
+    for name in ("bin", "lib", "lib64"):
+        if Path("/", name).is_symlink():
+            (root / name).symlink_to(f"usr/{name}")
+    binds = "".join(f"mount --rbind /{name} {root}/{name}; " for name in ("dev", "proc", "usr"))
+    local = f"mount --bind {root}/local {root}/usr/local/sbin; "
+    serve = f"exec chroot {root} /envd serve --port 0 --no-cgroup --identity"
+    command = ["unshare", "--mount", "--uts", "--propagation", "private", "/bin/sh", "-ec", f"{binds}{local}{serve}"]
+    with running(command) as agent:
+        yield agent
+
+
 @pytest.mark.needs("mount")
 class TestIdentity:
     """In a root of its own the agent may change who the machine is."""
@@ -364,6 +399,39 @@ class TestIdentity:
         assert (etc / "shadow").read_text().splitlines()[1].startswith("user:*:")
         assert (etc / "shadow").stat().st_mode & 0o777 == 0o640
         assert (etc / "hosts").read_text() == "10.0.0.1 db\n127.0.0.1 localhost x\n"
+
+    def test_each_sandbox_gets_ssh_host_keys_of_its_own(self, root: Path, tmp_path: Path) -> None:
+        ssh = root / "etc/ssh"
+        ssh.mkdir(parents=True)
+        key, public = ssh / "ssh_host_ed25519_key", ssh / "ssh_host_ed25519_key.pub"
+        key.write_text("of the image")
+        with host_programs(root) as agent:
+            agent.init(sandboxId="a")
+            wait_until(lambda: key.read_text() != "of the image")
+            of_a = key.read_text()
+            wait_until(lambda: not (ssh / ".aenv-new").exists())
+            assert key.stat().st_mode & 0o777 == 0o600
+            assert public.read_text()
+            assert sorted(path.name for path in ssh.iterdir()) == [key.name, public.name]  # no kind that was not there
+
+            with agent.start("/opt/sshd", stdin=False) as server:
+                pid = server.started()
+                server.until_output(b"ready")
+                agent.init(sandboxId="a")  # resumed: it is the same one
+                agent.init(sandboxId="b")  # a copy
+                server.until_output(b"told to read them again")
+                assert key.read_text() not in (of_a, "of the image")
+                agent.call("process.Process/SendSignal", {"process": {"pid": pid}, "signal": "SIGNAL_SIGKILL"})
+
+    def test_a_key_that_cannot_be_made_stays_and_a_link_is_left_alone(self, agent: Agent, root: Path) -> None:
+        ssh = root / "etc/ssh"
+        ssh.mkdir(parents=True)
+        (ssh / "ssh_host_rsa_key").write_text("of the image")
+        (ssh / "ssh_host_ecdsa_key").symlink_to("/elsewhere")
+        agent.init(sandboxId="a")  # an image without ssh-keygen
+        wait_until(lambda: not agent.call("process.Process/List", {})["processes"])
+        assert (ssh / "ssh_host_rsa_key").read_text() == "of the image"
+        assert (ssh / "ssh_host_ecdsa_key").is_symlink()
 
     def test_certificates_are_added_to_those_of_the_image_once(self, agent: Agent, root: Path) -> None:
         bundle = root / "etc/ssl/certs/ca-certificates.crt"

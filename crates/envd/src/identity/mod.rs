@@ -6,6 +6,7 @@
 mod ca;
 mod hosts;
 mod new_user;
+mod ssh;
 
 use std::io;
 use std::path::Path;
@@ -21,6 +22,7 @@ use crate::etc;
 use crate::say;
 
 pub(crate) use hosts::set_hostname;
+pub(crate) use ssh::renew_soon;
 
 /// Less is not worth calling a seed.
 const MIN_ENTROPY_BYTES: usize = 32;
@@ -86,6 +88,9 @@ pub(crate) fn apply(app: &App, request: InitRequest) -> Result<(), Failure> {
     set_environment(&mut settings, request.env_vars, request.sandbox_id, request.template_id);
     if let Some(directory) = request.default_workdir {
         settings.default_workdir = (!directory.is_empty()).then_some(directory);
+    }
+    if powers.identity && settings.host_keys_of != settings.sandbox_id && ssh::present().is_empty() {
+        settings.host_keys_of.clone_from(&settings.sandbox_id);
     }
     step("settings", app.change_settings(settings))?;
 
