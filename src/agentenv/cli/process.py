@@ -62,10 +62,14 @@ def execute(
             sandbox.unary(SIGNAL, {"process": {"pid": interrupts.pid}, "signal": "SIGNAL_SIGTERM"})
         raise
     except _EndedError as ended:
-        if interrupts.pid is not None:
-            with suppress(CliError):  # the command may have ended meanwhile
-                sandbox.unary(SIGNAL, {"process": {"pid": interrupts.pid}, "signal": "SIGNAL_SIGTERM"})
+        _ask_to_end(sandbox, interrupts.pid, "SIGNAL_SIGTERM")
         return 128 + ended.number
+
+
+def _ask_to_end(sandbox: SandboxClient, pid: int | None, name: str) -> None:
+    if pid is not None:
+        with suppress(CliError):  # it may have ended meanwhile
+            sandbox.unary(SIGNAL, {"process": {"pid": pid}, "signal": name})
 
 
 def _run(sandbox: SandboxClient, request: dict[str, Any], user: str | None, interrupts: "_Interrupts") -> int:
@@ -85,9 +89,19 @@ def _run(sandbox: SandboxClient, request: dict[str, Any], user: str | None, inte
 
 @contextmanager
 def _handled(interrupts: "_Interrupts") -> Iterator[None]:
-    """Ctrl-C goes to the command; a signal to end comes as `_EndedError`, unless it is ignored, as under nohup."""
-    handlers: dict[signal.Signals, Any] = {signal.SIGINT: interrupts}
-    handlers |= {one: _end for one in ENDING if signal.getsignal(one) is not signal.SIG_IGN}
+    """Ctrl-C goes to the command; a signal to end comes as `_EndedError`."""
+    before = signal.signal(signal.SIGINT, interrupts)
+    try:
+        with _ending():
+            yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
+def _ending() -> Iterator[None]:
+    """A signal to end comes as `_EndedError`, unless it is ignored, as under nohup."""
+    handlers: dict[signal.Signals, Any] = {one: _end for one in ENDING if signal.getsignal(one) is not signal.SIG_IGN}
     before = {one: signal.signal(one, handler) for one, handler in handlers.items()}
     try:
         yield
@@ -132,16 +146,28 @@ def attach_shell(sandbox: SandboxClient, *, user: str | None, shell: str) -> int
         "process": _process([shell, "-i", "-l"], None, {"TERM": os.environ.get("TERM", "xterm-256color")}),
         "pty": {"size": _size()},
     }
+    shell_of = _Shell()
     with _raw_terminal():
-        return _attached(sandbox, request, user)
+        try:
+            with _ending():
+                return _attached(sandbox, request, user, shell_of)
+        except _EndedError as ended:
+            # An interactive shell does not heed SIGTERM, and without its terminal it is of no use to anybody.
+            _ask_to_end(sandbox, shell_of.pid, "SIGNAL_SIGKILL")
+            return 128 + ended.number
 
 
-def _attached(sandbox: SandboxClient, request: dict[str, Any], user: str | None) -> int:
+@dataclass(slots=True)
+class _Shell:
+    pid: int | None = None
+
+
+def _attached(sandbox: SandboxClient, request: dict[str, Any], user: str | None, shell: _Shell) -> int:
     done = threading.Event()
     for frame in sandbox.stream(START, request, user=user):
         event = frame.message.get("event", {})
         if "start" in event:
-            pid = int(event["start"]["pid"])
+            shell.pid = pid = int(event["start"]["pid"])
             resize = partial(_in_thread, partial(_resize, sandbox, pid))
             signal.signal(signal.SIGWINCH, lambda _signal, _frame, resize=resize: resize())  # type: ignore[misc]
             _in_thread(partial(_send_keys, sandbox, pid, done))

@@ -43,7 +43,11 @@ class Server(Section):
 class Paths(Section):
     """Where the server keeps things."""
 
-    home: Path = Field(Path("/var/lib/aenv"), description="Records, secrets, images and snapshots; survives a reboot.")
+    home: Path = Field(
+        Path("/var/lib/aenv"),
+        description="Records, secrets, images and snapshots; survives a reboot. "
+        "The command line looks for the API key there, where its environment names it.",
+    )
     runtime: Path = Field(
         Path("/run/aenv"),
         description="Sockets, namespaces and logs of running sandboxes. Short: a socket's path has at most 107 bytes.",

@@ -1,7 +1,9 @@
 """A guest agent on loopback that runs nothing: the name of the program says how the process goes.
 
 ``exit N``, ``signal STATUS`` and ``say OUT ERR`` end by themselves; ``cat`` gives its input
-back when that is closed, ``yes`` writes until it is asked to end, ``vanish`` is cut off.
+back when that is closed, ``yes`` writes until it is asked to end, ``stubborn`` ends only
+when it is killed, ``mute`` does not even start, ``vanish`` is cut off. On a terminal it is
+a shell that gives back what is typed, and ends with Ctrl-D.
 """
 
 import asyncio
@@ -28,6 +30,9 @@ class FakeAgent:
     typed: bytearray = field(default_factory=bytearray)
     closed: asyncio.Event = field(default_factory=asyncio.Event)
     asked_to_end: asyncio.Event = field(default_factory=asyncio.Event)
+    sizes: list[dict[str, int]] = field(default_factory=list)
+    keys: asyncio.Queue[bytes] = field(default_factory=asyncio.Queue)
+    killed: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -50,13 +55,19 @@ class FakeAgent:
 
     def _unary(self, method: str, message: dict[str, Any]) -> None:
         assert message["process"] == {"pid": PID}
-        if method == "SendInput":
+        if method == "SendInput" and "pty" in message["input"]:
+            self.keys.put_nowait(base64.b64decode(message["input"]["pty"]))
+        elif method == "Update":
+            self.sizes.append(message["pty"]["size"])
+        elif method == "SendInput":
             self.typed += base64.b64decode(message["input"]["stdin"])
         elif method == "CloseStdin":
             self.closed.set()
         elif method == "SendSignal":
             self.signals.append(message["signal"])
             self.asked_to_end.set()
+            if message["signal"] == "SIGNAL_SIGKILL":
+                self.killed.set()
 
     async def _start(self, message: dict[str, Any], writer: asyncio.StreamWriter) -> None:
         self.started.append(message)
@@ -73,7 +84,14 @@ class FakeAgent:
             code, text = FAILURES[command]
             yield encode_frame({"error": {"code": code, "message": text}}, end=True)
             return
+        if command == "mute":
+            await self.killed.wait()
         yield _event(start={"pid": PID})
+        if self.started[-1].get("pty"):
+            self.sizes.append(self.started[-1]["pty"]["size"])
+            yield _event(data={"pty": _base64(b"ready\r\n")})
+            while not self.killed.is_set() and (typed := await self.keys.get()) != b"\x04":
+                yield _event(data={"pty": _base64(b"typed " + typed.hex().encode() + b"\r\n")})
         if command == "vanish":
             return
         ended: dict[str, Any] = {"exited": True, "status": "exit status 0"}  # without `exitCode`: JSON leaves 0 out
@@ -90,6 +108,10 @@ class FakeAgent:
             case "cat":
                 await self.closed.wait()
                 yield _event(data={"stdout": _base64(bytes(self.typed))})
+            case "stubborn":
+                yield _event(data={"stdout": _base64(b"on\n")})
+                await self.killed.wait()
+                ended = {"exitCode": -1, "exited": False, "status": "signal: killed"}
             case "yes":
                 while not self.asked_to_end.is_set():
                     yield _event(data={"stdout": _base64(b"y\n" * 4096)})
