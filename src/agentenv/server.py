@@ -54,7 +54,7 @@ from agentenv.proxy.settings import ProxySettings
 from agentenv.state.engine import sqlite_url
 from agentenv.state.sql import SqlStore
 from agentenv.storage.plain import PlainStorage
-from agentenv.templates.service import TemplateBuilder
+from agentenv.templates.service import BuildLimits, TemplateBuilder
 from agentenv.vmm.qemu import QemuVmm
 
 log = structlog.get_logger(__name__)
@@ -169,7 +169,7 @@ async def _node(settings: Settings) -> AsyncIterator[tuple[NodeService, Proxy]]:
             reserve_bytes=settings.sandbox.min_free_disk_mib << 20,
             silence_s=settings.limits.body_timeout_s,
         )
-        builds = BuildRoutes(TemplateBuilder(host), uploads)
+        builds = BuildRoutes(TemplateBuilder(host, BuildLimits(**dict(settings.build))), uploads)
         api = create_app(node, _api(settings, api_key), builds=builds, registry=metrics, clock=clock)
         proxied = ProxyMetrics(metrics)
         proxy = Proxy(node, api, _proxy(settings, api_key), observe=proxied)

@@ -55,7 +55,7 @@ def create_app(
     TelemetryRoutes(node).declare(endpoints)  # before `/sandboxes/{sandbox_id}`: its `/sandboxes/metrics` is no id
     SandboxRoutes(node, settings, metrics, clock or SystemClock()).declare(endpoints)
     LifecycleRoutes(node, settings).declare(endpoints)
-    TemplateRoutes(node).declare(endpoints)
+    TemplateRoutes(node, builds.cancel if builds is not None else None).declare(endpoints)
     NodeRoutes(node, settings, metrics).declare(endpoints)
     index = RouteIndex(app.router.routes)
     _translate_errors(app, index)

@@ -2,12 +2,13 @@
 
 The tar is the request body, of any length; it goes to a file as it comes. The answer
 is a line of JSON for each event of the build, the last one with ``template`` or
-``error``. A client that leaves after the upload leaves the build going.
+``error``. A client that leaves calls the build off, and so does deleting its template.
 """
 
 import asyncio
 import json
 from collections.abc import AsyncIterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,6 +16,7 @@ from fastapi import Query
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from agentenv.aio.tasks import spawn
 from agentenv.api import present
@@ -22,7 +24,7 @@ from agentenv.api.endpoints import Answer, Endpoints
 from agentenv.api.errors import fault
 from agentenv.api.upload import Uploads
 from agentenv.model.machine import INIT_PATH, Machine
-from agentenv.templates.contract import Builder, BuildEvent, BuildSpec
+from agentenv.templates.contract import Build, Builder, BuildEvent, BuildSpec
 
 
 class RootfsQuery(BaseModel):
@@ -52,19 +54,26 @@ class BuildRoutes:
             "POST", "/templates/rootfs", self.build,
             Answer(200, description="A line of JSON for each event; the last has `template` or `error`."),
             tag="templates", summary="Build a template from a root filesystem (a tar as the body)",
-            problems=(400, 408, 413, 507),
+            problems=(400, 408, 409, 413, 429, 507),
         )  # fmt: skip
 
     async def build(self, request: Request, query: Annotated[RootfsQuery, Query()]) -> Response:
         machine = Machine(query.cpu_count, query.memory_mib, query.disk_mib)
         spec = BuildSpec(query.name, machine, default_user=query.default_user, init=query.init)
-        self._builder.check(spec)
-        archive = await self._uploads.receive(request)
         events: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
-        spawn(f"build {spec.name}", self._run(spec, archive, events))
-        return StreamingResponse(_lines(events), media_type="application/x-ndjson")
+        with ExitStack() as place:
+            begun = place.enter_context(self._builder.begin(spec))
+            archive = await self._uploads.receive(request)
+            building = spawn(f"build {spec.name}", self._run(begun, archive, events, place.pop_all()))
+        return _Watched(_lines(events), building)
 
-    async def _run(self, spec: BuildSpec, archive: Path, events: asyncio.Queue[dict[str, Any] | None]) -> None:
+    async def cancel(self, name: str) -> bool:
+        """Call off the build of template *name*; false if there is none."""
+        return await self._builder.cancel(name)
+
+    async def _run(
+        self, build: Build, archive: Path, events: asyncio.Queue[dict[str, Any] | None], place: ExitStack
+    ) -> None:
         def say(event: BuildEvent) -> None:
             # A reader that is gone or slow must not hold the build up, nor memory without end.
             if events.qsize() < 10_000:
@@ -79,7 +88,8 @@ class BuildRoutes:
                 )
 
         try:
-            built = await self._builder.build(spec, archive, say)
+            with place:
+                built = await build.run(archive, say)
             events.put_nowait({"template": present.template(built)})
         except Exception as error:  # noqa: BLE001 - told to the client as the build's outcome
             events.put_nowait({"error": fault(error).body()})
@@ -88,6 +98,20 @@ class BuildRoutes:
                 await asyncio.to_thread(archive.unlink, missing_ok=True)
             finally:
                 events.put_nowait(None)  # last: whoever has the whole answer finds nothing left of the upload
+
+
+class _Watched(StreamingResponse):
+    """The answer that tells of *building*, which ends with it."""
+
+    def __init__(self, lines: AsyncIterator[bytes], building: asyncio.Task[None]) -> None:
+        super().__init__(lines, media_type="application/x-ndjson")
+        self._building = building
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._building.cancel()
 
 
 async def _lines(events: asyncio.Queue[dict[str, Any] | None]) -> AsyncIterator[bytes]:

@@ -36,6 +36,7 @@ _PROBLEMS: Final[Mapping[int, str]] = {
     422: "The Idempotency-Key was used with another request.",
     501: "Not in this release.",
     503: "The other side does not answer. `Should-Retry: false` if sending it again could do it twice.",
+    429: "As much as may be is under way; nothing was taken.",
     507: "The disk is full, but for what is kept in reserve.",
 }
 _ANY_PROBLEM: Final = (

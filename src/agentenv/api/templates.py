@@ -4,7 +4,8 @@ Each has one build and one tag, ``default``. A name may come as ``name``, ``name
 or ``namespace/name``, percent-encoded or not.
 """
 
-from typing import Annotated
+from collections.abc import Awaitable, Callable
+from typing import Annotated, TypeAlias
 
 from fastapi import Query
 from starlette.responses import Response
@@ -19,12 +20,15 @@ from agentenv.model.errors import Invalid, NotFound
 from agentenv.model.snapshot import Snapshot, Source
 from agentenv.node.contract import Node
 
+CancelBuild: TypeAlias = Callable[[str], Awaitable[bool]]
+
 
 class TemplateRoutes:
-    """The catalogue of *node*."""
+    """The catalogue of *node*; *cancel_build* calls off the build of a name, and says whether there was one."""
 
-    def __init__(self, node: Node) -> None:
+    def __init__(self, node: Node, cancel_build: CancelBuild | None = None) -> None:
         self._node = node
+        self._cancel_build = cancel_build
 
     def declare(self, endpoints: Endpoints) -> None:
         endpoints.add(
@@ -63,7 +67,7 @@ class TemplateRoutes:
         )  # fmt: skip
         endpoints.add(
             "DELETE", "/templates/{template_id}", self.delete,
-            Answer(204, description="Sandboxes made from it live on."),
+            Answer(204, description="Sandboxes made from it live on. A build of its name is called off."),
             tag="templates", summary="Delete a template or snapshot, by id or name", problems=(404,),
         )  # fmt: skip
 
@@ -115,8 +119,20 @@ class TemplateRoutes:
         )
 
     async def delete(self, template_id: str) -> Response:
-        await self._node.delete_snapshot(self._find(template_id).id)
+        called_off = await self._call_off(queries.bare_name(segment(template_id)))
+        try:
+            found = self._find(template_id)
+        except NotFound:
+            if not called_off:
+                raise
+            return present.no_content()
+        for name in found.names:
+            await self._call_off(name)
+        await self._node.delete_snapshot(found.id)
         return present.no_content()
+
+    async def _call_off(self, name: str) -> bool:
+        return self._cancel_build is not None and await self._cancel_build(name)
 
     def _find(self, text: str) -> Snapshot:
         """What cannot be a name is answered like a name that nothing has."""

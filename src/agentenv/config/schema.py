@@ -151,6 +151,14 @@ class Sandbox(Section):
     )
 
 
+class Build(Section):
+    """Builds of templates."""
+
+    timeout_s: Seconds = Field(3600.0, description="How long a build may work, its upload and its waiting aside, in s.")
+    max_running: int = Field(2, ge=1, le=1000, description="Most builds that work at a time.")
+    max_waiting: int = Field(16, ge=0, le=10_000, description="Most that wait for that; one more is answered with 429.")
+
+
 class Auth(Section):
     """The API key, and the seed of the tokens of all sandboxes."""
 
@@ -254,6 +262,7 @@ class Settings(Section):
     guest: Guest = Guest()
     network: Network = Network()
     sandbox: Sandbox = Sandbox()
+    build: Build = Build()
     auth: Auth = Auth()
     proxy: Proxy = Proxy()
     log: Log = Log()

@@ -2,7 +2,7 @@
 
 import asyncio
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import datetime
 from typing import Final
@@ -68,6 +68,13 @@ class Catalogue:
     async def remove(self, snapshot: Snapshot) -> None:
         async with self._publishing:
             await to_its_end(f"withdraw {snapshot.id}", self._withdraw(snapshot.id))
+
+    def superseded(self, in_use: Collection[SnapshotId]) -> list[Snapshot]:
+        """Templates whose name has moved to a newer build, and that are not *in_use*: nobody misses them.
+
+        A snapshot of a sandbox stays, named or not: somebody took it to keep it.
+        """
+        return [s for s in self._snapshots.values() if s.source is Source.BUILD and not s.names and s.id not in in_use]
 
     async def count_spawn(self, snapshot_id: SnapshotId, now: datetime) -> None:
         if (snapshot := self._snapshots.get(snapshot_id)) is not None:

@@ -1,4 +1,4 @@
-"""Remove the layers and blobs that nothing refers to any more.
+"""Remove the layers and blobs that nothing refers to any more, and first the templates that a newer build replaced.
 
 One pass at a time, a moment after the last change that may have freed something:
 deleting a thousand sandboxes costs a few passes, not a thousand.
@@ -44,6 +44,9 @@ class Collector:
                 await self._clock.sleep(RETRY_S)
 
     async def collect(self) -> Collected:
+        for template in self._catalogue.superseded({sandbox.template_id for sandbox in self._registry.all()}):
+            await self._catalogue.remove(template)
+            log.info("removed a template that a newer build replaced", template=template.id)
         captures = [s.capture for s in self._catalogue.all()]
         captures += [s.capture for s in self._registry.all() if s.capture is not None]
         parts = [parts_of(capture) for capture in captures]

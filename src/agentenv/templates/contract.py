@@ -1,6 +1,7 @@
 """What the edges may ask of template builds."""
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -37,18 +38,31 @@ Progress: TypeAlias = Callable[[BuildEvent], None]
 """Called on the event loop; must not block."""
 
 
+class Build(Protocol):
+    """One build that has its place."""
+
+    async def run(self, archive: Path, progress: Progress) -> Snapshot:
+        """Make a template of the root filesystem in *archive* (a tar, or a directory). Called once.
+
+        The name moves to the new template when it is ready and has passed its boot
+        test; until then, and after a failure, the old one stays. Nothing else is left of
+        a build that failed, or whose caller was cancelled. `Invalid` when the archive
+        holds no root filesystem, `DeadlineExceeded`, `NoSpace`; `Conflict` when it was called off.
+        """
+        ...
+
+
 class Builder(Protocol):
     """Makes templates."""
 
-    def check(self, spec: BuildSpec) -> None:
-        """Raise `Invalid` for a specification that can never be built; no I/O."""
+    def begin(self, spec: BuildSpec) -> AbstractContextManager[Build]:
+        """A place for a build of *spec*, held until the context is left; no I/O.
+
+        Raises `Invalid` for a specification that can never be built, `Conflict` while
+        another build has its name, `Exhausted` when too many are under way.
+        """
         ...
 
-    async def build(self, spec: BuildSpec, archive: Path, progress: Progress) -> Snapshot:
-        """Make a template of the root filesystem in *archive* (a tar, or a directory).
-
-        The name moves to the new template when it is ready and has passed its boot
-        test; until then, and after a failure, the old one stays. `Invalid` when the
-        archive holds no root filesystem; nothing is left after a failure.
-        """
+    async def cancel(self, name: str) -> bool:
+        """Call off the build of the name *name*; false if there is none. Returns when nothing of it is left."""
         ...

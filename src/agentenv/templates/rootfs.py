@@ -2,7 +2,8 @@
 
 The disk is made whole under another name and then renamed: under its own name it
 is complete or not there. The work is done by two programs, the unpacker of this
-package and ``mke2fs``; cancelling kills them and removes what they wrote.
+package and ``mke2fs``; cancelling kills them and removes what they wrote, and they
+do not outlive this process, so that the next one can remove it.
 """
 
 import asyncio
@@ -36,6 +37,8 @@ _SAID_BYTES: Final = 2000
 _IMAGE_ARCHIVE_MARKS: Final = frozenset({"oci-layout", "index.json", "manifest.json"})
 _ZSTD: Final = b"\x28\xb5\x2f\xfd"
 _LINE_BYTES: Final = 1 << 16
+_PROGRAMS: Final = {"mke2fs": "e2fsprogs", "debugfs": "e2fsprogs", "setpriv": "util-linux"}
+_ENDING_WITH_US: Final = ("setpriv", "--pdeathsig", "KILL")
 
 Progress: TypeAlias = Callable[[int, int], None]
 """Bytes of the archive read, and in all. Called on the event loop; must not block."""
@@ -87,9 +90,9 @@ def _check(source: Path, size_mib: int) -> None:
         raise NotFound(f"there is no {source}")
     if os.geteuid() != 0:
         raise Unsupported("making a root disk needs root: its files belong to many users")
-    for program in ("mke2fs", "debugfs"):
+    for program, package in _PROGRAMS.items():
         if shutil.which(program) is None:
-            raise Unsupported(f"this host has no {program}", hint="install e2fsprogs")
+            raise Unsupported(f"this host has no {program}", hint=f"install {package}")
 
 
 async def _unpacked(
@@ -139,7 +142,7 @@ async def _unpack_zstd(command: list[str], archive: int, report: Callable[[], No
         reading = opened.enter_context(os.fdopen(read_end, "rb"))
         with os.fdopen(write_end, "wb") as writing:
             unzipper = await asyncio.create_subprocess_exec(
-                "zstd", "-dcq", stdin=archive, stdout=writing, stderr=asyncio.subprocess.DEVNULL
+                *_ENDING_WITH_US, "zstd", "-dcq", stdin=archive, stdout=writing, stderr=asyncio.subprocess.DEVNULL
             )
         opened.push_async_callback(_end, unzipper)
         try:
@@ -271,6 +274,7 @@ async def _make(root: Path, image: Path, size_mib: int, entries: int) -> None:
 async def _run(program: str, *arguments: str) -> tuple[int, str]:
     environment = {**os.environ, "LC_ALL": "C", "MKE2FS_CONFIG": "/dev/null"}  # what the host prefers must not matter
     child = await asyncio.create_subprocess_exec(
+        *_ENDING_WITH_US,
         program,
         *arguments,
         env=environment,

@@ -9,8 +9,9 @@ written: an archive may hold a device node and then a file of the same name.
 Protocol: the archive on standard input; on standard output lines of JSON, first
 progress, at last ``{"done": ...}`` or ``{"error": kind, "message": ...}``. After
 ``done`` it stays until nobody reads its output any more, since the caller finds the
-result under ``/proc/PID/root``. With ``memory`` that is a file system in memory, in a
-mount namespace of its own: it is gone with the process, however that ends.
+result under ``/proc/PID/root``; it does not outlive the caller. With ``memory`` that is
+a file system in memory, in a mount namespace of its own: it is gone with the process,
+however that ends.
 """
 
 import ctypes
@@ -22,6 +23,7 @@ import os
 import resource
 import select
 import shutil
+import signal
 import stat
 import sys
 import tarfile
@@ -45,6 +47,7 @@ KEPT_ATTRIBUTES: Final = ("security.capability", "user.")
 _ATTRIBUTE_PREFIX: Final = "SCHILY.xattr."
 _END_MARK: Final = bytes(512)
 _CLONE_NEWNS: Final = 0x0002_0000
+_PR_SET_PDEATHSIG: Final = 1
 _MS_REC: Final = 0x4000
 _MS_PRIVATE: Final = 0x4_0000
 
@@ -258,6 +261,11 @@ def _mount_memory(root: str, size_bytes: int) -> None:
     raise Unsupported(f"no file system in memory: {os.strerror(ctypes.get_errno())}")
 
 
+def _end_with_parent() -> None:
+    """Else what a server that was killed had begun would be written on into a folder that the next one removes."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def _lock_in(root: str) -> None:
     os.chroot(root)
     os.chdir("/")
@@ -279,6 +287,7 @@ def main() -> int:
     root, (max_bytes, max_entries, memory_bytes) = sys.argv[1], map(int, sys.argv[2:5])
     "".encode("idna")  # codecs are imported on first use, and there will be nothing to import from
     unpacking = Unpacking(max_bytes, max_entries)
+    _end_with_parent()
     try:
         if memory_bytes:
             _mount_memory(root, memory_bytes)

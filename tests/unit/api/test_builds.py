@@ -3,7 +3,8 @@
 import asyncio
 import json
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from agentenv.api.app import create_app
 from agentenv.api.builds import BuildRoutes
 from agentenv.api.settings import ApiSettings
 from agentenv.api.upload import Space, Uploads
-from agentenv.model.errors import Invalid, NoSpace
+from agentenv.model.errors import Conflict, Exhausted, Invalid, NoSpace, NotFound
 from agentenv.model.machine import Machine
 from agentenv.model.snapshot import Snapshot
 from agentenv.proxy.inbound.serve import http_server
@@ -38,17 +39,37 @@ class FakeBuilder:
         self.refusal: Exception | None = None
         self.failure: Exception | None = None
         self.built: list[tuple[BuildSpec, bytes]] = []
+        self.under_way: list[str] = []
+        self.cancelled: list[str] = []
+        self.started = asyncio.Event()
+        self.hold: asyncio.Event | None = None
 
-    def check(self, spec: BuildSpec) -> None:
+    @contextmanager
+    def begin(self, spec: BuildSpec) -> Iterator["FakeBuild"]:
         if self.refusal is not None:
             raise self.refusal
+        self.under_way.append(spec.name)
+        yield FakeBuild(self, spec)
+        self.under_way.remove(spec.name)
 
-    async def build(self, spec: BuildSpec, archive: Path, progress: Progress) -> Snapshot:
-        self.built.append((spec, archive.read_bytes()))
+    async def cancel(self, name: str) -> bool:
+        self.cancelled.append(name)
+        return name in self.under_way
+
+
+class FakeBuild:
+    def __init__(self, builder: FakeBuilder, spec: BuildSpec) -> None:
+        self.builder, self.spec = builder, spec
+
+    async def run(self, archive: Path, progress: Progress) -> Snapshot:
+        self.builder.built.append((self.spec, archive.read_bytes()))
         progress(BuildEvent(START, "unpack", "unpacking", 1, 2))
-        if self.failure is not None:
-            raise self.failure
-        return self.node.add_template(spec.name, machine=spec.machine)
+        if self.builder.hold is not None:
+            self.builder.started.set()
+            await self.builder.hold.wait()
+        if self.builder.failure is not None:
+            raise self.builder.failure
+        return self.builder.node.add_template(self.spec.name, machine=self.spec.machine)
 
 
 @pytest.fixture
@@ -172,40 +193,62 @@ async def test_an_upload_that_breaks_off_builds_nothing_and_leaves_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
-async def test_a_client_that_leaves_after_the_upload_leaves_the_build_going(
-    app: FastAPI, node: FakeNode, builder: FakeBuilder
+@pytest.mark.parametrize(
+    ("refusal", "status", "code"),
+    [(Conflict("under way"), 409, "conflict"), (Exhausted("too many"), 429, "exhausted")],
+)
+async def test_a_build_without_a_place_is_not_received(
+    api: httpx.AsyncClient, builder: FakeBuilder, tmp_path: Path, refusal: Exception, status: int, code: str
 ) -> None:
-    going = asyncio.Event()
-    started = asyncio.Event()
-    build = builder.build
+    builder.refusal = refusal
 
-    async def slow(spec: BuildSpec, archive: Path, progress: Progress) -> Snapshot:
-        started.set()
-        await going.wait()
-        return await build(spec, archive, progress)
+    refused(await api.post("/templates/rootfs?name=x", content=ARCHIVE), status, code)
 
-    builder.build = slow  # type: ignore[method-assign]
+    assert list(tmp_path.iterdir()) == []
+
+
+async def test_a_client_that_leaves_after_the_upload_calls_the_build_off(
+    app: FastAPI, node: FakeNode, builder: FakeBuilder, tmp_path: Path
+) -> None:
+    builder.hold = asyncio.Event()
+    gone = asyncio.Event()
     messages: list[Message] = [{"type": "http.request", "body": ARCHIVE, "more_body": False}]
 
     async def receive() -> Message:
-        while not messages:
-            await asyncio.Event().wait()
-        return messages.pop()
+        if messages:
+            return messages.pop()
+        await gone.wait()
+        return {"type": "http.disconnect"}
 
     async def send(message: Message) -> None: ...
 
     asking = asyncio.create_task(
         app(request_scope("POST", "/templates/rootfs") | {"query_string": b"name=mine"}, receive, send)
     )
-    await started.wait()
-    asking.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await asking
-    (running,) = [task for task in asyncio.all_tasks() if task.get_name() == "build mine"]
-    going.set()
-    await running
+    await builder.started.wait()
+    (building,) = [task for task in asyncio.all_tasks() if task.get_name() == "build mine"]
+    gone.set()
+    await asking
+    await asyncio.wait([building])
 
-    assert node.find_snapshot("mine").names == ("mine",)
+    assert building.cancelled()
+    with pytest.raises(NotFound):
+        node.find_snapshot("mine")
+    assert list(tmp_path.iterdir()) == []
+
+
+async def test_deleting_a_template_that_is_being_built_calls_that_off(
+    api: httpx.AsyncClient, node: FakeNode, builder: FakeBuilder
+) -> None:
+    builder.under_way.append("first")
+    assert (await api.delete("/templates/first")).status_code == 204
+
+    old = node.add_template("again")
+    builder.under_way.append("again")
+    assert (await api.delete(f"/templates/{old.id}")).status_code == 204
+
+    assert builder.cancelled == ["first", old.id, "again"]
+    refused(await api.delete("/templates/nothing"), 404, "not_found")
 
 
 async def test_a_client_in_the_middle_of_too_long_an_upload_reads_why(app: FastAPI, tmp_path: Path) -> None:

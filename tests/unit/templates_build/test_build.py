@@ -10,17 +10,26 @@ from typing import Final
 import pytest
 
 from agentenv.guest.contract import Completed
-from agentenv.model.errors import AgentEnvError, DeadlineExceeded, Invalid, NoSpace, NotFound, Unavailable
+from agentenv.model.errors import (
+    AgentEnvError,
+    Conflict,
+    DeadlineExceeded,
+    Exhausted,
+    Invalid,
+    NoSpace,
+    NotFound,
+    Unavailable,
+)
 from agentenv.model.machine import Machine
 from agentenv.model.snapshot import Snapshot, Source
 from agentenv.node.sweep import sweep
 from agentenv.templates import build as build_module
-from agentenv.templates.contract import BuildEvent, BuildSpec
+from agentenv.templates.contract import BuildEvent, BuildSpec, Progress
 from agentenv.templates.rootfs import RootfsInfo
-from agentenv.templates.service import TemplateBuilder
+from agentenv.templates.service import BuildLimits, TemplateBuilder
 from agentenv.testing.audit import faults
 from agentenv.testing.guest import FakeAgent
-from agentenv.testing.host import FakeHost, Trip, World, log_briefly
+from agentenv.testing.host import TEMPLATE, FakeHost, Trip, World, log_briefly
 
 SPEC: Final = BuildSpec("mine", Machine(vcpu_count=1, memory_mib=128, disk_mib=256), env={"A": "b"})
 STEPS: Final = (
@@ -113,8 +122,19 @@ def ignore(_event: BuildEvent) -> None:
     """Nobody watches."""
 
 
-async def make(fake: FakeHost, archive: Path) -> Snapshot:
-    return await TemplateBuilder(fake.host).build(SPEC, archive, ignore)
+LIMITS: Final = BuildLimits(timeout_s=60.0, max_running=2, max_waiting=1)
+
+
+async def make(
+    fake: FakeHost,
+    archive: Path,
+    spec: BuildSpec = SPEC,
+    *,
+    progress: Progress = ignore,
+    builder: TemplateBuilder | None = None,
+) -> Snapshot:
+    with (builder or TemplateBuilder(fake.host, LIMITS)).begin(spec) as build:
+        return await build.run(archive, progress)
 
 
 async def test_these_are_the_steps(fake: FakeHost, archive: Path) -> None:
@@ -127,7 +147,7 @@ async def test_these_are_the_steps(fake: FakeHost, archive: Path) -> None:
 async def test_a_template_is_what_was_asked_for_and_can_be_started(fake: FakeHost, archive: Path) -> None:
     events: list[BuildEvent] = []
 
-    template = await TemplateBuilder(fake.host).build(SPEC, archive, events.append)
+    template = await make(fake, archive, progress=events.append)
     sandbox = await fake.create(template="mine")
 
     assert (template.names, template.source, template.machine) == (("mine",), Source.BUILD, SPEC.machine)
@@ -143,7 +163,7 @@ async def test_a_template_is_what_was_asked_for_and_can_be_started(fake: FakeHos
 
 @pytest.mark.parametrize("init", [None, "/sbin/init"])
 async def test_the_first_boot_alone_is_told_the_init(fake: FakeHost, archive: Path, init: str | None) -> None:
-    await TemplateBuilder(fake.host).build(replace(SPEC, init=init), archive, ignore)
+    await make(fake, archive, replace(SPEC, init=init))
 
     plans = [process.plan for process in fake.world.hypervisor.processes.values()]
     assert [plan.init for plan in plans if plan.machine == SPEC.machine] == [init, None]
@@ -172,16 +192,116 @@ async def test_a_name_moves_when_the_new_template_is_ready_and_the_old_one_is_co
 ) -> None:
     first = await make(fake, archive)
     second = await make(fake, archive)
-
     assert fake.node.find_snapshot("mine") == second
+
+    await fake.host.collector.collect()
+
+    assert {one.id for one in fake.node.snapshots(Source.BUILD)} == {second.id, fake.node.find_snapshot(TEMPLATE).id}
+    with pytest.raises(NotFound):
+        fake.node.find_snapshot(first.id)
+
+
+@pytest.mark.parametrize("paused", [False, True])
+async def test_a_template_that_was_replaced_stays_while_a_sandbox_was_made_of_it(
+    fake: FakeHost, archive: Path, paused: bool
+) -> None:
+    first = await make(fake, archive)
+    sandbox = await fake.create(template="mine")
+    if paused:
+        await fake.node.pause(sandbox.id)
+    await make(fake, archive)
+    await fake.host.collector.collect()
     assert fake.node.find_snapshot(first.id).names == ()
 
+    await fake.node.delete(sandbox.id)
+    await fake.host.collector.collect()
 
-async def test_builds_of_one_name_take_turns(fake: FakeHost, archive: Path) -> None:
-    made = await asyncio.gather(*(make(fake, archive) for _ in range(3)))
+    with pytest.raises(NotFound):
+        fake.node.find_snapshot(first.id)
 
-    assert fake.node.find_snapshot("mine") in made
-    assert len({template.id for template in made}) == 3
+
+async def test_a_snapshot_outlives_the_template_that_it_came_from(fake: FakeHost, archive: Path) -> None:
+    await make(fake, archive)
+    sandbox = await fake.create(template="mine")
+    unnamed, named = await fake.node.snapshot(sandbox.id, None), await fake.node.snapshot(sandbox.id, "kept")
+    await fake.node.delete(sandbox.id)
+    await make(fake, archive)
+
+    await fake.host.collector.collect()
+
+    for snapshot in (unnamed, named):
+        await fake.create(template=snapshot.id)
+
+
+async def test_a_second_build_of_a_name_is_refused_while_the_first_is_under_way(fake: FakeHost, archive: Path) -> None:
+    builder = TemplateBuilder(fake.host, LIMITS)
+    with builder.begin(SPEC) as first:
+        with pytest.raises(Conflict), builder.begin(SPEC):
+            pass
+        await first.run(archive, ignore)
+
+    await make(fake, archive, builder=builder)
+
+
+async def test_few_builds_work_at_once_few_wait_and_the_next_is_refused(fake: FakeHost, archive: Path) -> None:
+    builder = TemplateBuilder(fake.host, LIMITS)
+    said: list[str] = []
+    with fake.taps.always("guest.freeze", Trip()) as held:
+        building = [
+            asyncio.create_task(
+                make(fake, archive, replace(SPEC, name=name), builder=builder, progress=lambda e: said.append(e.step))
+            )
+            for name in ("a", "b", "c")
+        ]
+        await held.reached.wait()
+        while "queue" not in said:
+            await asyncio.sleep(0)
+        with pytest.raises(Exhausted), builder.begin(SPEC):
+            pass
+        held.go.set()
+        await asyncio.gather(*building)
+
+    assert said.count("queue") == 1
+    assert {name for one in fake.node.snapshots(Source.BUILD) for name in one.names} == {"a", "b", "c", TEMPLATE}
+
+
+async def test_a_build_that_takes_too_long_leaves_nothing(fake: FakeHost, archive: Path) -> None:
+    builder = TemplateBuilder(fake.host, replace(LIMITS, timeout_s=0.05))
+    with fake.taps.always("guest.freeze", Trip()), pytest.raises(DeadlineExceeded):
+        await make(fake, archive, builder=builder)
+
+    with pytest.raises(NotFound):
+        fake.node.find_snapshot("mine")
+
+
+async def test_a_build_is_called_off_while_it_waits_for_its_upload(fake: FakeHost, archive: Path) -> None:
+    builder = TemplateBuilder(fake.host, LIMITS)
+    with builder.begin(SPEC) as build:
+        assert await builder.cancel("mine")
+        with fake.taps.recorded() as calls, pytest.raises(Conflict, match="called off"):
+            await build.run(archive, ignore)
+
+    assert calls == []
+    assert not await builder.cancel("mine")
+
+
+async def test_a_build_that_waits_for_its_turn_can_be_called_off(fake: FakeHost, archive: Path) -> None:
+    builder = TemplateBuilder(fake.host, replace(LIMITS, max_running=1))
+    with fake.taps.always("guest.freeze", Trip()) as held:
+        first = asyncio.create_task(make(fake, archive, builder=builder))
+        await held.reached.wait()
+        queued = asyncio.Event()
+        second = asyncio.create_task(
+            make(fake, archive, replace(SPEC, name="other"), builder=builder, progress=lambda _: queued.set())
+        )
+        await queued.wait()
+        assert await builder.cancel("other")
+        held.go.set()
+        await first
+
+    with pytest.raises(Conflict, match="called off"):
+        await second
+    await make(fake, archive, replace(SPEC, name="other"), builder=builder)
 
 
 @each_step
@@ -209,13 +329,10 @@ async def test_a_step_that_fails_leaves_nothing_but_the_old_template(
 async def test_a_build_that_is_cut_short_leaves_nothing(fake: FakeHost, archive: Path, number: int) -> None:
     with fake.taps.recorded():
         trip = fake.taps.trip(number, Trip())
-        building = asyncio.create_task(make(fake, archive))
+        builder = TemplateBuilder(fake.host, LIMITS)
+        building = asyncio.create_task(make(fake, archive, builder=builder))
         await trip.reached.wait()
-
-        async def nothing() -> None:
-            """What cuts it short."""
-
-        cutting = asyncio.create_task(fake.host.operations.cut(f"build {SPEC.name}", "stop", nothing))
+        cutting = asyncio.create_task(builder.cancel(SPEC.name))
         await fake.world.clock.advance(0)
         trip.go.set()
         await cutting
@@ -268,11 +385,8 @@ BAD: Final = [
 async def test_what_cannot_be_built_is_refused_before_anything_is_made(
     fake: FakeHost, archive: Path, spec: BuildSpec
 ) -> None:
-    builder = TemplateBuilder(fake.host)
-    with pytest.raises(Invalid):
-        builder.check(spec)
     with fake.taps.recorded() as calls, pytest.raises(Invalid):
-        await builder.build(spec, archive, ignore)
+        await make(fake, archive, spec)
 
     assert calls == []
 
@@ -312,17 +426,16 @@ async def test_a_boot_test_that_hangs_meets_a_deadline(
         await make(fake, archive)
 
 
-async def test_a_caller_that_hangs_up_leaves_the_build_going(fake: FakeHost, archive: Path) -> None:
+async def test_a_caller_that_hangs_up_calls_the_build_off(fake: FakeHost, archive: Path) -> None:
     with fake.taps.always("guest.init", Trip()) as slow:
         building = asyncio.create_task(make(fake, archive))
         await slow.reached.wait()
         building.cancel()
         with pytest.raises(asyncio.CancelledError):
             await building
-        slow.go.set()
-        await fake.host.operations.settle(f"build {SPEC.name}")
 
-    assert fake.node.find_snapshot("mine").names == ("mine",)
+    with pytest.raises(NotFound):
+        fake.node.find_snapshot("mine")
 
 
 async def test_a_full_disk_is_refused_first(fake: FakeHost, archive: Path) -> None:
