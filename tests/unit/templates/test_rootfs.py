@@ -3,6 +3,7 @@
 import asyncio
 import gzip
 import os
+import select
 import subprocess
 import sys
 import tarfile
@@ -389,3 +390,54 @@ async def test_an_unpacker_whose_caller_was_killed_ends(tmp_path: Path) -> None:
     unpacker.stdout.close()  # what the kernel does for a process that is killed
 
     assert await asyncio.to_thread(unpacker.wait, 60) == 0
+
+
+_AT_WORK = {
+    "the unpacker": """
+import asyncio, sys
+from agentenv.templates import rootfs
+command = [sys.executable, "-m", "agentenv.templates.unpack", sys.argv[1], "1000000", "10000", "0"]
+asyncio.run(rootfs._run_unpacker(command, 0, lambda: print("at work", flush=True)))
+""",
+    "any other program": """
+import asyncio, os
+from pathlib import Path
+from agentenv.templates import rootfs
+async def main():
+    running = asyncio.create_task(rootfs._run("sleep", "infinity"))
+    me = os.getpid()
+    while not (child := Path(f"/proc/{me}/task/{me}/children").read_text().strip()):
+        await asyncio.sleep(0)
+    while Path(f"/proc/{child}/comm").read_text() != "sleep\\n":
+        await asyncio.sleep(0)
+    print("at work", flush=True)
+    await running
+asyncio.run(main())
+""",
+}
+
+
+@pytest.mark.parametrize("which", _AT_WORK)
+async def test_no_program_of_a_build_outlives_a_server_that_was_killed(tmp_path: Path, which: str) -> None:
+    entries = make_tar(tmp_path / "tar", *(directory(f"d{number}") for number in range(1500))).read_bytes()
+    root = tmp_path / "root"
+    root.mkdir()
+    read_end, write_end = os.pipe()  # never closed before the end: the unpacker waits for more
+    with os.fdopen(read_end, "rb") as reading, os.fdopen(write_end, "wb", buffering=0) as writing:
+        server = subprocess.Popen(
+            [sys.executable, "-c", _AT_WORK[which], str(root)], stdin=reading, stdout=subprocess.PIPE
+        )
+        if which == "the unpacker":
+            await asyncio.to_thread(writing.write, entries[: 1400 * 512])
+        assert server.stdout is not None
+        assert await asyncio.to_thread(server.stdout.readline) == b"at work\n"
+        (child,) = Path(f"/proc/{server.pid}/task/{server.pid}/children").read_text().split()
+        watched = os.pidfd_open(int(child))
+
+        server.kill()
+        server.wait()
+
+        ended, _, _ = await asyncio.to_thread(select.select, [watched], [], [], 60)
+        os.close(watched)
+        server.stdout.close()
+    assert ended
