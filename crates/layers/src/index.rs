@@ -49,6 +49,27 @@ pub struct Index {
 }
 
 impl Index {
+    /// An index of mappings that did not come from a file, tags as they are.
+    ///
+    /// # Errors
+    /// Corrupt if one is empty, or not behind the one before it.
+    pub fn from_segments(segments: impl IntoIterator<Item = Segment>) -> Result<Self> {
+        let mut sorted: Vec<Segment> = Vec::new();
+        for segment in segments {
+            let entry = sorted.len() as u64;
+            let end = sorted.last().map_or(0, |last| last.end());
+            let fault = match segment.length() {
+                0 => Some(MappingFault::Empty),
+                _ => (segment.offset() < end).then_some(MappingFault::Unsorted),
+            };
+            if let Some(fault) = fault {
+                return Err(Corruption::Mapping { entry, fault }.into());
+            }
+            sorted.push(segment);
+        }
+        Ok(Self::from_sorted(sorted))
+    }
+
     /// *segments* are sorted and do not overlap.
     pub(crate) fn from_sorted(mut segments: Vec<Segment>) -> Self {
         segments.shrink_to_fit();

@@ -5,12 +5,15 @@
 use std::fs;
 use std::path::PathBuf;
 
+mod upper;
+
 use layers::{
-    Algorithm, Header, Identity, Index, Layer, Limits, Map, Place, ReadAt, SECTOR, Segment, Stack, Uuid, ZFile,
-    ZFileOptions, ZFileWriter, Zeroed, compact, compact_layer, log, merge, seal, verify,
+    Algorithm, Identity, Index, Layer, Limits, Map, Place, ReadAt, SECTOR, Segment, Stack, Uuid, ZFile, ZFileOptions,
+    ZFileWriter, Zeroed, compact, compact_layer, log, merge, verify,
 };
 use serde::Deserialize;
 use sha2::{Digest, Sha256};
+use upper::Upper;
 
 const VIRTUAL_SIZE: u64 = 8 << 20;
 
@@ -48,60 +51,19 @@ fn identity(layer: u8) -> Identity {
     Identity::new(VIRTUAL_SIZE).named(name(layer), parent)
 }
 
-/// A log-structured upper in memory, as the plan's writer worked.
-struct Upper {
-    identity: Identity,
-    data: Vec<u8>,
-    log: Vec<u8>,
-    map: Map,
-}
-
-impl Upper {
-    fn new(identity: Identity) -> Self {
-        let data = Header::of_upper(identity.clone()).encode().unwrap().to_vec();
-        let log = Header::of_log(identity.clone()).encode().unwrap().to_vec();
-        Self { identity, data, log, map: Map::unjoined() }
+/// The upper that the plan's writer had.
+fn upper_of(planned: &PlannedLayer) -> Upper {
+    let mut upper = Upper::new(identity(planned.layer), Map::unjoined());
+    for (write, offset, length) in &planned.writes {
+        upper.write(*offset, &content(*write, *length));
     }
-
-    fn end(&self) -> u64 {
-        self.data.len() as u64 / SECTOR
+    for (offset, length) in &planned.discards {
+        upper.discard(*offset, *length);
     }
-
-    fn enter(&mut self, segment: Segment) {
-        self.log.extend_from_slice(&segment.encode());
-        self.map.insert(segment, |_| ());
+    for (write, offset, length) in &planned.then_writes {
+        upper.write(*offset, &content(*write, *length));
     }
-
-    fn write(&mut self, offset: u64, bytes: &[u8]) {
-        let segment = Segment::data(offset / SECTOR, bytes.len() as u64 / SECTOR, self.end()).unwrap();
-        self.data.extend_from_slice(bytes);
-        self.enter(segment);
-    }
-
-    fn discard(&mut self, offset: u64, length: u64) {
-        self.enter(Segment::zeroed(offset / SECTOR, length / SECTOR, self.end()).unwrap());
-    }
-
-    fn planned(planned: &PlannedLayer) -> Self {
-        let mut upper = Self::new(identity(planned.layer));
-        for (write, offset, length) in &planned.writes {
-            upper.write(*offset, &content(*write, *length));
-        }
-        for (offset, length) in &planned.discards {
-            upper.discard(*offset, *length);
-        }
-        for (write, offset, length) in &planned.then_writes {
-            upper.write(*offset, &content(*write, *length));
-        }
-        upper
-    }
-
-    fn sealed(mut self) -> Vec<u8> {
-        let end = self.data.len() as u64;
-        let written = seal(&mut self.data, &self.identity, &self.map, end).unwrap();
-        assert_eq!(written.file_bytes, self.data.len() as u64);
-        self.data
-    }
+    upper
 }
 
 fn open(name: &str) -> Layer<Vec<u8>> {
@@ -190,7 +152,7 @@ fn their_indexes_are_those_that_were_listed() {
 fn the_sealed_layers_are_written_again_byte_for_byte() {
     for planned in &plan().layers {
         let name = format!("layer{}.lsmt", planned.layer);
-        assert_same(&name, &Upper::planned(planned).sealed(), &golden(&name));
+        assert_same(&name, &upper_of(planned).sealed(), &golden(&name));
     }
 }
 
@@ -214,7 +176,7 @@ fn the_merged_layer_is_written_again_byte_for_byte() {
 
 #[test]
 fn the_unsealed_upper_is_written_again_and_reopened() {
-    let upper = Upper::planned(&plan().layers[2]);
+    let upper = upper_of(&plan().layers[2]);
     assert_same("data", &upper.data, &golden("upper3.unsealed.lsmt"));
     assert_same("log", &upper.log, &golden("upper3.unsealed.index"));
 
