@@ -34,7 +34,8 @@ NETWORKS = st.tuples(st.integers(0, 2**32 - 1), st.integers(0, 32)).map(lambda p
 TEXTS = st.dictionaries(TEXT, TEXT, max_size=4)
 MACHINES = st.builds(Machine, NUMBERS, NUMBERS, NUMBERS)
 STACKS = st.builds(Stack, st.lists(TEXT.map(LayerId), max_size=4).map(tuple), NUMBERS)
-CAPTURES = st.builds(Capture, TEXT.map(BlobId), STACKS, st.none() | STACKS, TEXT.map(SandboxId))
+MAYBE_FINGERPRINT = st.none() | st.builds(Fingerprint, TEXT, TEXT, TEXT, TEXT, TEXT)
+CAPTURES = st.builds(Capture, TEXT.map(BlobId), STACKS, st.none() | STACKS, TEXT.map(SandboxId), MAYBE_FINGERPRINT)
 NETWORK_LISTS = st.lists(NETWORKS, max_size=3).map(tuple)
 
 SANDBOXES = st.builds(
@@ -57,6 +58,7 @@ SANDBOXES = st.builds(
     ingress=st.builds(IngressPolicy, st.booleans(), MAYBE_TEXT),
     envd_version=TEXT,
     default_user=MAYBE_TEXT,
+    fingerprint=MAYBE_FINGERPRINT,
     default_workdir=MAYBE_TEXT,
     slot_index=st.none() | NUMBERS,
     process=st.none() | st.builds(ProcessIdentity, NUMBERS, NUMBERS),

@@ -71,11 +71,6 @@ class Unavailable(AgentEnvError):
     kind = "unavailable"
 
 
-class GuestUnresponsive(Unavailable):
-    """What runs in the VM, or the VM itself, does not do as it is told. A class of its own
-    because a time to live ends on it: no other host and no free disk would help."""
-
-
 class DeadlineExceeded(AgentEnvError):
     """The operation did not end in the time it was given."""
 

@@ -7,7 +7,7 @@ from enum import StrEnum
 
 from agentenv.model.ids import SandboxId, SnapshotId
 from agentenv.model.lifecycle import State
-from agentenv.model.machine import Machine, ProcessIdentity
+from agentenv.model.machine import Fingerprint, Machine, ProcessIdentity
 from agentenv.model.policy import EgressPolicy, IngressPolicy
 from agentenv.model.snapshot import Capture
 
@@ -46,6 +46,8 @@ class Sandbox:
     default_workdir: str | None = None
     slot_index: int | None = None  # journalled together with the process
     process: ProcessIdentity | None = None  # journalled once its VM is loaded, before the guest may run
+    # Of the host as it was when the VM started: one that is taken over may be of an older VMM.
+    fingerprint: Fingerprint | None = None
     capture: Capture | None = None  # present while paused
     reason: str | None = None  # why it is in error
 

@@ -21,7 +21,8 @@ class Stack:
 class Capture:
     """What was written down of one stopped VM.
 
-    ``disk`` is None in the capture of a paused sandbox: its own upper stays as it is.
+    ``disk`` is None in a record that an older release wrote of a paused sandbox: then what
+    that sandbox has on its own is its disk.
     ``control_of`` names the sandbox whose control secret the captured guest agent
     holds; whoever restores from here must use that secret first and then rotate it.
     """
@@ -30,6 +31,7 @@ class Capture:
     memory: Stack
     disk: Stack | None
     control_of: SandboxId
+    fingerprint: Fingerprint | None = None  # of the host whose VMM saved it; None: an older release did not say
 
 
 class Source(StrEnum):

@@ -10,6 +10,7 @@ from agentenv.model.lifecycle import Event, State
 from agentenv.model.sandbox import CreateSandbox, Sandbox
 from agentenv.model.snapshot import Capture
 from agentenv.node.destroy import abandon
+from agentenv.node.fits import check_fits
 from agentenv.node.host import Host
 from agentenv.node.launch import launched
 
@@ -21,11 +22,8 @@ async def create(host: Host, sandbox_id: SandboxId, request: CreateSandbox) -> S
     """
     check_timeout(host, request.timeout_s)
     snapshot = host.catalogue.find(request.template)
-    if snapshot.fingerprint != host.fingerprint:
-        raise Unsupported(
-            f"template {request.template} was made for another host: {snapshot.fingerprint}",
-            hint="build the template again on this host",
-        )
+    what = f"template {request.template}"
+    check_fits(host, snapshot.fingerprint, what, hint="build the template again on this host")
     if snapshot.capture.disk is None:
         raise Unsupported(f"{request.template} has no disk to start from")
     await admit(host)
@@ -50,6 +48,7 @@ async def create(host: Host, sandbox_id: SandboxId, request: CreateSandbox) -> S
         envd_version=snapshot.envd_version,
         default_user=snapshot.default_user,
         default_workdir=snapshot.default_workdir,
+        fingerprint=host.fingerprint,
     )
     created = await start(host, sandbox, snapshot.capture, request.timeout_s, verb="create")
     host.tasks.start(f"count {sandbox_id}", host.catalogue.count_spawn(snapshot.id, now))

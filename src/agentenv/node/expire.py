@@ -12,10 +12,11 @@ import structlog
 from agentenv.aio.clock import Clock
 from agentenv.aio.operations import Operations
 from agentenv.aio.tasks import Tasks
-from agentenv.model.errors import GuestUnresponsive, NotFound
+from agentenv.model.errors import NotFound
 from agentenv.model.ids import SandboxId
 from agentenv.model.lifecycle import State
 from agentenv.model.sandbox import OnTimeout, Sandbox
+from agentenv.node.alive import GuestUnresponsive
 from agentenv.node.registry import Registry
 
 RETRY_S: Final = 30.0

@@ -16,6 +16,7 @@ from agentenv.model.sandbox import Forked, Sandbox
 from agentenv.model.snapshot import Capture, Snapshot, Source
 from agentenv.node.catalogue import parts_of
 from agentenv.node.create import admit, check_timeout, start
+from agentenv.node.fits import check_fits
 from agentenv.node.host import Host
 from agentenv.node.still import captured, go_on, live_of, roll_back
 
@@ -63,7 +64,7 @@ async def _keep(host: Host, source: Sandbox, capture: Capture, name: str | None)
             source=Source.SANDBOX,
             sandbox_id=source.id,
             machine=source.machine,
-            fingerprint=host.fingerprint,
+            fingerprint=capture.fingerprint or host.fingerprint,
             capture=dataclasses.replace(capture, memory=memory),
             created_at=host.clock.now(),
             envd_version=source.envd_version,
@@ -83,7 +84,9 @@ async def _in_turn(host: Host, sandbox_id: SandboxId, event: Event, verb: str) -
     The turn ends with the capture: what is made of it no longer concerns the source.
     Two forks at once are two captures, so they never join.
     """
-    host.registry.get(sandbox_id)
+    made_on = host.registry.get(sandbox_id).fingerprint
+    hint = "its virtual machine is older than this server's VMM; it runs on, and a new sandbox has the new one"
+    check_fits(host, made_on, "the sandbox", hint=hint)  # else nothing could be started from it
     return await host.operations.run(sandbox_id, f"{verb} {uuid.uuid4()}", lambda: _copy(host, sandbox_id, event, verb))
 
 
@@ -94,7 +97,7 @@ async def _copy(host: Host, sandbox_id: SandboxId, event: Event, verb: str) -> t
     try:
         async with asyncio.timeout(host.settings.operation_timeout_s):
             with host.timings.guest_stopped(verb):
-                async with captured(host, sandbox, live, verb=verb, seal=True) as capture:
+                async with captured(host, sandbox, live, verb=verb) as capture:
                     await go_on(host, live)
                     kept = _pin(host, capture)
             await failpoint(f"{verb}.source_runs")
@@ -122,6 +125,7 @@ async def _child(host: Host, source: Sandbox, capture: Capture, timeout_s: int) 
         ends_at=None,
         slot_index=None,
         process=None,
+        fingerprint=host.fingerprint,
         capture=None,
         reason=None,
     )

@@ -5,20 +5,19 @@ run, so a crash before it leaves only things that are found by their names and
 removed; a crash after it finds the process and finishes or ends it.
 """
 
-import asyncio
 import secrets
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from agentenv.aio.failpoints import failpoint
-from agentenv.aio.tasks import spawn
 from agentenv.guest.contract import Agent, Identity
 from agentenv.model.errors import Bug, NotFound, Unavailable
 from agentenv.model.ids import SandboxId
 from agentenv.model.lifecycle import State
 from agentenv.model.sandbox import Sandbox
 from agentenv.model.snapshot import Capture
+from agentenv.node.alive import while_alive
 from agentenv.node.host import Host, Live
 from agentenv.node.retire import remove_run_dir, retire
 from agentenv.node.undo import undone_on_failure
@@ -87,21 +86,8 @@ async def answering(host: Host, sandbox: Sandbox, instance: Instance, agent: Age
 
     `Unavailable` at once, with its last words, if the VM ends meanwhile.
     """
-    timeout_s = host.settings.agent_timeout_s
-    init = spawn(f"init {sandbox.id}", agent.init(identity_of(host, sandbox), secret=secret, timeout_s=timeout_s))
-    died = spawn(f"watch start {sandbox.id}", instance.wait_exit())
-    try:
-        await asyncio.wait((init, died), return_when=asyncio.FIRST_COMPLETED)
-        if not init.done():
-            words = died.result().log_tail.strip()
-            raise Unavailable("the virtual machine ended while it started" + (f": {words[-1000:]}" if words else ""))
-        init.result()
-    finally:
-        init.cancel()
-        died.cancel()
-        await asyncio.wait((init, died))
-        if not init.cancelled():
-            init.exception()  # looked at, even if it came together with something worse
+    init = agent.init(identity_of(host, sandbox), secret=secret, timeout_s=host.settings.agent_timeout_s)
+    await while_alive(instance, f"init {sandbox.id}", init, doing="the start of its guest")
 
 
 def serve(host: Host, sandbox_id: SandboxId, live: Live) -> None:
@@ -139,5 +125,4 @@ def identity_of(host: Host, sandbox: Sandbox) -> Identity:
 async def _watch(host: Host, sandbox_id: SandboxId, live: Live) -> None:
     await live.instance.wait_exit()
     if host.live.get(sandbox_id) is live and host.on_vm_lost is not None:
-        host.timings.vm_lost()
         await host.on_vm_lost(sandbox_id, live)

@@ -5,9 +5,9 @@ import structlog
 from agentenv.model.errors import AgentEnvError
 from agentenv.model.ids import SandboxId
 from agentenv.model.lifecycle import Event
+from agentenv.node.alive import describe
 from agentenv.node.host import Host, Live
 from agentenv.node.retire import retire
-from agentenv.vmm.contract import VmmExit
 
 log = structlog.get_logger(__name__)
 
@@ -16,24 +16,10 @@ async def lose(host: Host, sandbox_id: SandboxId, live: Live) -> None:
     """Give back what the dead VM held. Does nothing if it is not the sandbox's VM any more."""
     if host.live.get(sandbox_id) is not live:
         return
+    host.timings.vm_lost()
     ended = await live.instance.wait_exit()
     try:
         await retire(host, sandbox_id)
     except AgentEnvError:
         log.exception("what a dead VM held is not given back yet", sandbox=sandbox_id)
     await host.registry.conclude(sandbox_id, Event.LOST, reason=describe(ended), process=None, slot_index=None)
-
-
-def describe(ended: VmmExit) -> str:
-    """One sentence for the person who finds the sandbox in error."""
-    match ended.code:
-        case None:
-            how = "its virtual machine ended"
-        case 0:
-            how = "its virtual machine was shut down or its kernel panicked"
-        case code if code < 0:
-            how = f"its virtual machine was ended by signal {-code}"
-        case code:
-            how = f"its virtual machine failed with status {code}"
-    tail = ended.log_tail.strip()
-    return f"{how}: {tail[-500:]}" if tail else how

@@ -28,7 +28,7 @@ async def pause(host: Host, sandbox_id: SandboxId) -> Sandbox:
     try:
         async with asyncio.timeout(host.settings.operation_timeout_s):
             with host.timings.guest_stopped("pause"):
-                async with captured(host, sandbox, live, verb="pause", seal=False) as capture:
+                async with captured(host, sandbox, live, verb="pause") as capture:
                     with host.timings.stage("pause", "record"):
                         await host.registry.apply(
                             sandbox_id, Event.DONE, capture=capture, process=None, slot_index=None, ends_at=None

@@ -23,6 +23,7 @@ from agentenv.network.contract import Slot
 from agentenv.node.destroy import delete
 from agentenv.node.host import Host, Live
 from agentenv.node.launch import answering, serve
+from agentenv.node.put_back import put_back
 from agentenv.node.quarantine import spared
 from agentenv.node.retire import retire
 from agentenv.node.still import go_on_or_insist
@@ -100,11 +101,8 @@ async def _one(host: Host, sandbox: Sandbox, done: Repaired, unserved: list[Slot
         match sandbox.state:
             case State.RUNNING | State.PAUSING | State.SNAPSHOTTING | State.FORKING:
                 await _adopt(host, sandbox, done, unserved)
-            case State.RESUMING if sandbox.process is None:
-                await host.registry.conclude(sandbox.id, Event.ROLLED_BACK, ends_at=None)
-                done.rolled_back += 1
             case State.RESUMING:
-                await _adopt(host, sandbox, done, unserved)
+                await _finish_resume(host, sandbox, done, unserved)
             case State.PAUSED | State.ERROR | State.CREATING | State.KILLING | State.GONE:
                 pass
     except Exception as error:
@@ -124,9 +122,7 @@ async def _adopt(host: Host, sandbox: Sandbox, done: Repaired, unserved: list[Sl
         await _lost(host, sandbox, "its virtual machine ended while the server was down", done)
         return
     serve(host, sandbox.id, live)
-    if sandbox.state is State.RESUMING:
-        await _finish_resume(host, sandbox, live)
-    elif sandbox.state is not State.RUNNING:
+    if sandbox.state is not State.RUNNING:
         await go_on_or_insist(host, sandbox.id, live)
         await host.registry.conclude(sandbox.id, Event.ROLLED_BACK)
     done.adopted += 1
@@ -146,12 +142,29 @@ async def _take_over(
     return Live(instance, host.agents.agent(slot.address, secret=host.credentials.control_secret(sandbox.id)), slot)
 
 
-async def _finish_resume(host: Host, sandbox: Sandbox, live: Live) -> None:
-    await live.instance.resume()
-    secret = host.credentials.control_secret(sandbox.id)  # of its own capture, and after the init of a resume alike
-    await answering(host, sandbox, live.instance, live.agent, secret=secret)
-    ends_at = sandbox.ends_at or host.clock.now() + timedelta(seconds=host.settings.auto_resume_timeout_s)
-    await host.registry.conclude(sandbox.id, Event.DONE, capture=None, ends_at=ends_at)
+async def _finish_resume(host: Host, sandbox: Sandbox, done: Repaired, unserved: list[Slot]) -> None:
+    """Let a guest that was being resumed run, or put its sandbox back to paused: nobody has seen it run."""
+    if sandbox.process is not None and sandbox.slot_index is not None:
+        try:
+            live = await _take_over(host, sandbox, sandbox.process, sandbox.slot_index, unserved)
+            host.held[sandbox.id] = live
+            await live.instance.resume()
+            # The secret of its own capture, and after the init of a resume alike.
+            secret = host.credentials.control_secret(sandbox.id)
+            await answering(host, sandbox, live.instance, live.agent, secret=secret)
+            ends_at = sandbox.ends_at or host.clock.now() + timedelta(seconds=host.settings.auto_resume_timeout_s)
+            await host.registry.apply(sandbox.id, Event.DONE, capture=None, ends_at=ends_at)
+        except Exception as error:  # noqa: BLE001 - whatever it was, the capture is as good as before
+            log.warning("a resume could not be finished and is undone", sandbox=sandbox.id, error=str(error))
+            with _tolerated("the VM of an undone resume could not be ended yet", sandbox=sandbox.id):
+                await retire(host, sandbox.id)
+        else:
+            serve(host, sandbox.id, live)
+            done.adopted += 1
+            return
+    with _tolerated("a resume could not be undone yet", sandbox=sandbox.id):
+        await put_back(host, sandbox.id)
+        done.rolled_back += 1
 
 
 async def _lost(host: Host, sandbox: Sandbox, reason: str, done: Repaired) -> None:

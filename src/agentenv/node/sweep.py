@@ -1,4 +1,4 @@
-"""Finish what failed half-way while the server runs: deletes, and VMs that did not end.
+"""Finish what failed half-way while the server runs: deletes, undone resumes, and VMs that did not end.
 
 A crash is repaired at the next start (`reconcile`); what goes wrong in between, such as
 a process that waits in the kernel for a disk, is tried again here until it is done.
@@ -13,6 +13,7 @@ from agentenv.model.ids import SandboxId
 from agentenv.model.lifecycle import State
 from agentenv.node.destroy import delete
 from agentenv.node.host import Host
+from agentenv.node.put_back import put_back
 from agentenv.node.retire import retire
 from agentenv.node.still import KILL
 
@@ -31,6 +32,8 @@ async def sweep(host: Host) -> None:
     for sandbox in host.registry.all():
         if sandbox.state is State.KILLING and host.operations.current(sandbox.id) is None:
             await _again(sandbox.id, host.operations.cut(sandbox.id, KILL, partial(delete, host, sandbox.id)))
+        if sandbox.state is State.RESUMING and host.operations.current(sandbox.id) is None:
+            await _again(sandbox.id, host.operations.run(sandbox.id, "put back", partial(put_back, host, sandbox.id)))
     for sandbox_id in tuple(host.unended):
         if host.operations.current(sandbox_id) is None:
             await _again(sandbox_id, host.operations.run(sandbox_id, "retire", partial(retire, host, sandbox_id)))

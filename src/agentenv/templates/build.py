@@ -124,7 +124,7 @@ async def _first_boot(host: Host, spec: BuildSpec, disk: Stack, taken: AsyncExit
         taken.callback(host.storage.unpin, sealed.layers, ())
     flat = await host.storage.flatten_memory(memory)
     taken.callback(host.storage.unpin, flat.layers, ())
-    return Capture(device_state=blob, memory=flat, disk=sealed, control_of=sandbox.id)
+    return Capture(blob, flat, sealed, control_of=sandbox.id, fingerprint=host.fingerprint)
 
 
 @asynccontextmanager

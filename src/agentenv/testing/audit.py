@@ -23,7 +23,7 @@ def _of_sandboxes(fake: FakeHost) -> Iterator[str]:
 
 def _of_one(fake: FakeHost, sandbox: Sandbox) -> Iterator[str]:
     host, world = fake.host, fake.world
-    if sandbox.id not in world.storage.owners():
+    if sandbox.id not in world.storage.owners() and not _has_its_disk_in_a_capture(sandbox):
         yield "has no disk"
     if sandbox.state is State.RUNNING:
         yield from _of_running(fake, sandbox)
@@ -40,6 +40,10 @@ def _of_one(fake: FakeHost, sandbox: Sandbox) -> Iterator[str]:
         yield "has no capture, or an end"
     if sandbox.state is State.ERROR and (not sandbox.reason or sandbox.capture is not None):
         yield "has no reason, or a capture that no longer fits its disk"
+
+
+def _has_its_disk_in_a_capture(sandbox: Sandbox) -> bool:
+    return sandbox.state is State.PAUSED and sandbox.capture is not None and sandbox.capture.disk is not None
 
 
 def _of_running(fake: FakeHost, sandbox: Sandbox) -> Iterator[str]:

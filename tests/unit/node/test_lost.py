@@ -8,8 +8,8 @@ import pytest
 from agentenv.model.errors import Conflict, Unavailable
 from agentenv.model.lifecycle import State
 from agentenv.model.sandbox import OnTimeout
+from agentenv.node.alive import describe
 from agentenv.node.contract import Node
-from agentenv.node.lose import describe
 from agentenv.testing.host import FakeHost, Trip
 from agentenv.vmm.contract import VmmExit
 
@@ -66,6 +66,42 @@ async def test_a_vm_that_ends_while_it_is_written_down_fails_that_and_is_lost(fa
     assert lost_vms(fake) == 1
 
 
+AGENT_CALLS = {"freeze": "guest.freeze", "thaw": "guest.thaw"}
+
+
+@pytest.mark.parametrize("call", AGENT_CALLS.values())
+async def test_nobody_waits_for_the_agent_of_a_vm_that_has_ended(fake: FakeHost, call: str) -> None:
+    """The hanging call is never let go: only the end of the VM can end it."""
+    sandbox = await fake.create()
+    (process,) = fake.world.hypervisor.alive
+    with fake.taps.always(call, Trip()) as silent:
+        acting = asyncio.ensure_future(fake.node.fork(sandbox.id, 1, 60))
+        await silent.reached.wait()
+        process.end(-9, "last words")
+
+        with pytest.raises(Unavailable, match="signal 9: last words"):
+            await acting
+
+    await fake.became(sandbox.id, State.ERROR)
+    assert fake.node.get(sandbox.id).reason == "its virtual machine was ended by signal 9: last words"
+    assert lost_vms(fake) == 1
+
+
+async def test_a_vm_that_ends_during_a_pause_never_looks_running_again(fake: FakeHost) -> None:
+    sandbox = await fake.create()
+    (process,) = fake.world.hypervisor.alive
+    seen: list[State] = []
+    fake.host.registry.listen(lambda _, after: seen.append(after.state) if after is not None else None)
+    with fake.taps.always("guest.freeze", Trip()) as silent:
+        pausing = asyncio.create_task(fake.node.pause(sandbox.id))
+        await silent.reached.wait()
+        process.end(-9)
+        with pytest.raises(Unavailable):
+            await pausing
+
+    assert seen == [State.PAUSING, State.ERROR]
+
+
 async def test_a_vm_that_ends_after_the_pause_is_recorded_is_no_loss(fake: FakeHost) -> None:
     sandbox = await fake.create()
     (process,) = fake.world.hypervisor.alive
@@ -81,7 +117,7 @@ async def test_a_vm_that_ends_after_the_pause_is_recorded_is_no_loss(fake: FakeH
     assert (await fake.node.resume(sandbox.id, 60)).state is State.RUNNING
 
 
-async def test_a_vm_that_ends_while_it_resumes_is_an_error_at_once(fake: FakeHost) -> None:
+async def test_a_vm_that_ends_while_it_resumes_fails_that_at_once_and_costs_nothing(fake: FakeHost) -> None:
     sandbox = await fake.create()
     await fake.node.pause(sandbox.id)
     with fake.taps.always("guest.init", Trip()) as silent:
@@ -93,8 +129,9 @@ async def test_a_vm_that_ends_while_it_resumes_is_an_error_at_once(fake: FakeHos
         with pytest.raises(Unavailable, match="panic"):
             await resuming
 
-    assert fake.state(sandbox.id) is State.ERROR
-    assert "panic" in str(fake.node.get(sandbox.id).reason)
+    assert fake.state(sandbox.id) is State.PAUSED
+    assert lost_vms(fake) == 0
+    assert (await fake.node.resume(sandbox.id, 60)).state is State.RUNNING
 
 
 async def test_a_vm_that_ends_in_the_moment_its_sandbox_is_running_is_noticed(fake: FakeHost) -> None:

@@ -76,7 +76,7 @@ def _address(fake: FakeHost, sandbox: Sandbox) -> object:
     return fake.world.slots._plan.slot(sandbox.slot_index).address
 
 
-@pytest.mark.parametrize("state", [*GUEST_STATES, State.RESUMING])
+@pytest.mark.parametrize("state", GUEST_STATES)
 async def test_a_guest_that_is_gone_is_an_error_with_the_reason(world: World, state: State) -> None:
     fake, before = await crashed_in(world, state, process="gone")
 
@@ -143,16 +143,48 @@ async def test_a_resume_of_an_older_release_that_recorded_no_end_gets_one(world:
     await fake.stop()
 
 
-async def test_a_resume_whose_guest_does_not_take_its_identity_is_an_error(world: World) -> None:
-    fake, before = await crashed_in(world, State.RESUMING, process="alive")
+@pytest.mark.parametrize("process", ["alive", "gone"])
+async def test_a_resume_that_cannot_be_finished_is_paused_as_before(world: World, process: str) -> None:
+    fake, before = await crashed_in(world, State.RESUMING, process=process)
     world.guests.fail["init"] = Unavailable("mute")
 
     done = await repaired(fake)
 
-    assert done.lost == 1
-    assert fake.state(before.id) is State.ERROR
+    assert (done.rolled_back, done.lost) == (1, 0)
+    paused = replace(before, state=State.PAUSED, ends_at=None, process=None, slot_index=None)
+    assert fake.node.get(before.id) == paused
     assert world.hypervisor.alive == []
     assert await faults(fake) == []
+    world.guests.fail.clear()
+    assert (await fake.node.resume(before.id, 60)).state is State.RUNNING
+    await fake.stop()
+
+
+async def test_a_resume_that_an_older_release_began_and_whose_process_is_gone_is_an_error(world: World) -> None:
+    """It did not keep the disk of the capture apart: the disk has moved on."""
+    fake, before = await crashed_in(world, State.RESUMING, process="gone")
+    assert before.capture is not None
+    world.store._sandboxes[before.id] = replace(before, capture=replace(before.capture, disk=None))
+
+    await repaired(fake)
+
+    assert fake.state(before.id) is State.ERROR
+    assert "its disk has moved on" in str(fake.node.get(before.id).reason)
+    assert await faults(fake) == []
+    await fake.stop()
+
+
+async def test_a_resume_that_cannot_be_undone_at_the_start_is_undone_later(world: World) -> None:
+    fake, before = await crashed_in(world, State.RESUMING, process="gone")
+    world.storage.fail["remove"] = Unavailable("the disk does not answer")
+    await repaired(fake)
+    assert fake.state(before.id) is State.RESUMING
+    world.storage.fail.clear()
+
+    await world.clock.advance(31)
+    await fake.idle()
+
+    assert fake.state(before.id) is State.PAUSED
     await fake.stop()
 
 

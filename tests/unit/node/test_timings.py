@@ -6,7 +6,7 @@ from agentenv.testing.host import FakeHost
 
 STAGES = {
     "create": {"disk", "acquire", "restore", "journal", "agent"},
-    "pause": {"freeze", "stop", "device_state", "memory", "record", "retire"},
+    "pause": {"freeze", "stop", "device_state", "memory", "disk", "record", "retire"},
     "resume": {"acquire", "restore", "journal", "agent"},
     "fork": {"freeze", "stop", "device_state", "memory", "disk"},
     "fork_child": {"disk", "acquire", "restore", "journal", "agent"},
