@@ -23,6 +23,7 @@ from agentenv.api.requests import (
 )
 from agentenv.api.responses import ForkResult, SandboxShape, SnapshotShape
 from agentenv.api.settings import ApiSettings
+from agentenv.api.unclaimed import delete_unclaimed
 from agentenv.model.errors import DeadlineExceeded, Unavailable
 from agentenv.model.lifecycle import State
 from agentenv.model.sandbox import Forked, Sandbox
@@ -140,6 +141,7 @@ class LifecycleRoutes:
     async def fork(self, request: Request, sandbox_id: str) -> Response:
         asked = parse_body(Fork, await read_body(request, self._settings), required=False)
         children = await self._node.fork(sandbox_id, asked.count, asked.timeout)
+        await delete_unclaimed(self._node, request, [child.sandbox for child in children if child.sandbox is not None])
         return present.json_response([self._child(child) for child in children], 201)
 
     async def snapshot(self, request: Request, sandbox_id: str) -> Response:

@@ -17,6 +17,7 @@ from agentenv.api.paging import in_order, page
 from agentenv.api.requests import NewSandbox, NewSandboxV2
 from agentenv.api.responses import ListedSandbox, SandboxDetail, SandboxShape
 from agentenv.api.settings import ApiSettings
+from agentenv.api.unclaimed import delete_unclaimed
 from agentenv.model.errors import Invalid, NotFound
 from agentenv.model.sandbox import CreateSandbox, Sandbox
 from agentenv.node.contract import Node
@@ -86,6 +87,7 @@ class SandboxRoutes:
         keys = request.headers.getlist("idempotency-key")
         if not keys:
             sandbox = await self._node.create(asked)
+            await delete_unclaimed(self._node, request, [sandbox])
         elif len(keys) > 1:
             raise Invalid("more than one Idempotency-Key header")
         else:

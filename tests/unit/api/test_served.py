@@ -55,6 +55,63 @@ async def connection(port: int) -> AsyncIterator[Connection]:
     writer.close()
 
 
+CREATE = ("POST", "/v2/sandboxes", BODY)
+
+
+async def hang_up_during(port: int, node: FakeNode, verb: str, *request: Any) -> None:
+    """Send *request*, hang up while *verb* is at work, and let that end."""
+    hold = node.hold(verb)
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    asking = asyncio.create_task(Connection(reader, writer).ask(*request))
+    await hold.reached.wait()
+    asking.cancel()
+    writer.close()
+    await writer.wait_closed()
+    # Answered by the same loop, in order of arrival: by then the server knows.
+    other, closing = await asyncio.open_connection("127.0.0.1", port)
+    await Connection(other, closing).ask("GET", "/v2/sandboxes")
+    closing.close()
+    hold.released.set()
+
+
+async def gone(node: FakeNode, count: int) -> None:
+    """Return when *node* has made *count* sandboxes and they are deleted."""
+    hold = node.hold("delete")
+    await hold.reached.wait()
+    hold.released.set()
+    while len(node.sandboxes()) > count:
+        await asyncio.sleep(0)
+
+
+async def test_a_sandbox_whose_client_hung_up_before_it_was_ready_is_deleted(port: int, node: FakeNode) -> None:
+    await hang_up_during(port, node, "create", *CREATE)
+
+    await gone(node, 0)
+
+    assert len(node.asked) == 1
+
+
+async def test_children_whose_client_hung_up_are_deleted_and_their_source_runs_on(port: int, node: FakeNode) -> None:
+    source = node.add_sandbox()
+
+    await hang_up_during(port, node, "fork", "POST", f"/sandboxes/{source.id}/fork", b'{"count":3}')
+    await gone(node, 1)
+
+    assert node.sandboxes() == [source]
+
+
+async def test_a_sandbox_with_an_idempotency_key_waits_for_the_client_to_ask_again(
+    port: int, node: FakeNode, connection: Connection
+) -> None:
+    await hang_up_during(port, node, "create", *CREATE, "Idempotency-Key: mine")
+
+    answer = await connection.ask(*CREATE, "Idempotency-Key: mine")
+
+    (sandbox,) = node.sandboxes()
+    assert json.loads(answer.body)["sandboxID"] == sandbox.id
+    assert len(node.asked) == 1
+
+
 async def test_one_connection_carries_every_kind_of_answer(connection: Connection) -> None:
     created = await connection.ask("POST", "/v2/sandboxes", BODY)
     path = f"/sandboxes/{json.loads(created.body)['sandboxID']}"
