@@ -59,8 +59,8 @@ def build_template(server: Server) -> int:
     arguments = ["template", "build", "base", "--rootfs", str(BASE_ROOTFS), "--memory", "512", "--disk", "4096"]
     command = [sys.executable, "-m", "agentenv.cli", *arguments]
     status = subprocess.run(
-        command, env=environment(server), cwd=REPO, stdin=subprocess.DEVNULL, check=False
-    ).returncode
+        command, env=environment(server), cwd=REPO, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, check=False
+    ).returncode  # its progress goes to the other output
     say(f"template: {'built' if status == 0 else 'FAILED'} in {time.monotonic() - started:.1f} s")
     return status
 

@@ -219,7 +219,7 @@ def _size() -> dict[str, int]:
 def _raw_terminal() -> Iterator[None]:
     descriptor = sys.stdin.fileno()
     before = termios.tcgetattr(descriptor)
-    tty.setraw(descriptor)
+    tty.setraw(descriptor, termios.TCSADRAIN)  # what was typed ahead is for the shell
     try:
         yield
     finally:

@@ -123,6 +123,14 @@ def test_a_shell_gets_every_key_and_its_terminal_s_size(world: World, aenv: Term
     assert re.fullmatch(rb"ready\r\ntyped 610d\r\ntyped 03\r\n", opened.seen)
 
 
+def test_what_is_typed_before_the_shell_is_there_is_not_lost(aenv: Terminal, sandbox: str) -> None:
+    with shell(aenv, sandbox) as opened:
+        opened.type(b"early\n")
+        opened.wait_seen(b"typed 6561726c790a\r\n")
+        opened.type(b"\x04")
+        assert opened.child.wait(WAIT_S) == 0
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_shell_that_is_ended_gives_the_terminal_back_and_leaves_no_shell(
     world: World, aenv: Terminal, sandbox: str, number: signal.Signals
