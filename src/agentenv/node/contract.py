@@ -1,8 +1,9 @@
 """What the edges (API, proxy, command line) may ask of a node. One method per verb.
 
 Every call that changes something runs in a task of its own: a caller that hangs up
-abandons the wait, never the work (what was made then and nobody claims, the edge deletes). A second pause, resume or kill of a sandbox joins
-the first; another verb waits for the one in progress and then looks again.
+abandons the wait, never the work; what was made then and nobody claims, the edge
+deletes. A second pause, resume or kill of a sandbox joins the first; another verb waits
+for the one in progress and then looks again.
 All ids and names are text from outside: unknown ones raise `NotFound`.
 """
 

@@ -4,7 +4,6 @@ No behaviour of its own beyond naming things: verbs are functions in modules of
 their own, and the parts know nothing of each other.
 """
 
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -92,8 +91,6 @@ class Host:
     unended: set[SandboxId] = field(default_factory=set)
     # Records that this release cannot read: what they may refer to is left alone until someone has looked.
     quarantined: tuple[Quarantined, ...] = ()
-    # Set by `node.service`: called when a VM ends that nobody stopped.
-    on_vm_lost: Callable[[SandboxId, Live], Awaitable[None]] | None = None
 
     def run_dir(self, sandbox: Sandbox) -> Path:
         """Sockets and logs of one VM generation; short, because socket paths are."""

@@ -8,17 +8,19 @@ removed; a crash after it finds the process and finishes or ends it.
 import secrets
 import uuid
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
+from functools import partial
 
 from agentenv.aio.failpoints import failpoint
 from agentenv.guest.contract import Agent, Identity
-from agentenv.model.errors import Bug, NotFound, Unavailable
+from agentenv.model.errors import Bug, Conflict, NotFound, Unavailable
 from agentenv.model.ids import SandboxId
 from agentenv.model.lifecycle import State
 from agentenv.model.sandbox import Sandbox
 from agentenv.model.snapshot import Capture
 from agentenv.node.alive import while_alive
 from agentenv.node.host import Host, Live
+from agentenv.node.lose import lose
 from agentenv.node.retire import remove_run_dir, retire
 from agentenv.node.undo import undone_on_failure
 from agentenv.vmm.contract import Instance
@@ -124,5 +126,6 @@ def identity_of(host: Host, sandbox: Sandbox) -> Identity:
 
 async def _watch(host: Host, sandbox_id: SandboxId, live: Live) -> None:
     await live.instance.wait_exit()
-    if host.live.get(sandbox_id) is live and host.on_vm_lost is not None:
-        await host.on_vm_lost(sandbox_id, live)
+    if host.live.get(sandbox_id) is live:
+        with suppress(NotFound, Conflict):  # deleted meanwhile
+            await host.operations.run(sandbox_id, "lose", partial(lose, host, sandbox_id, live))

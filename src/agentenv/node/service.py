@@ -4,7 +4,6 @@ This is where `agentenv.node.contract.Node` meets the verbs. It decides who join
 who waits and who is cut short; what a verb does is in the verb's own module.
 """
 
-import asyncio
 import uuid
 from collections.abc import Callable, Coroutine, Sequence
 from datetime import datetime, timedelta
@@ -13,16 +12,16 @@ from typing import Any, TypeVar
 import structlog
 
 from agentenv.guest.contract import GuestMetrics
-from agentenv.model.errors import AgentEnvError, Conflict, Invalid, NotFound, Unavailable
+from agentenv.model.errors import AgentEnvError, Conflict, Invalid, NotFound
 from agentenv.model.ids import SandboxId, new_sandbox_id, parse_sandbox_id
 from agentenv.model.lifecycle import State
 from agentenv.model.policy import EgressPolicy
 from agentenv.model.sandbox import CreateSandbox, Forked, OnTimeout, Sandbox
 from agentenv.model.snapshot import Snapshot, Source
-from agentenv.node import console, create, destroy, fork, give_up, lose, machine, pause, resume
+from agentenv.node import console, create, destroy, fork, give_up, machine, pause, resume, snapshot
 from agentenv.node.contract import LogLine, NodeInfo, Route, SignatureCheck, Tokens
 from agentenv.node.expire import Expiry
-from agentenv.node.host import Host, Live
+from agentenv.node.host import Host
 from agentenv.node.reconcile import Repaired, reconcile
 from agentenv.node.still import KILL, live_of
 from agentenv.node.sweep import sweep_for_ever
@@ -49,7 +48,6 @@ class NodeService:
             pause=self.pause,
             give_up=self._give_up,
         )
-        host.on_vm_lost = self._vm_lost
 
     async def start(self) -> Repaired:
         """Repair what an earlier server left, then keep deadlines and collect garbage."""
@@ -131,11 +129,11 @@ class NodeService:
 
     async def fork(self, sandbox_id: str, count: int, timeout_s: int) -> Sequence[Forked]:
         known = self._known(sandbox_id)
-        return await self._own(f"fork {known}", lambda: fork.fork(self._host, known, count, timeout_s))
+        return await self._by_itself(f"fork {known}", lambda: fork.fork(self._host, known, count, timeout_s))
 
     async def snapshot(self, sandbox_id: str, name: str | None) -> Snapshot:
         known = self._known(sandbox_id)
-        return await self._own(f"snapshot {known}", lambda: fork.snapshot(self._host, known, name))
+        return await self._by_itself(f"snapshot {known}", lambda: snapshot.snapshot(self._host, known, name))
 
     async def delete(self, sandbox_id: str) -> None:
         known = self._host.registry.get(parse_sandbox_id(sandbox_id)).id
@@ -240,7 +238,7 @@ class NodeService:
 
     async def delete_snapshot(self, id_or_name: str) -> None:
         snapshot = self._host.catalogue.find(id_or_name)
-        await self._own(f"delete {snapshot.id}", lambda: self._delete_snapshot(snapshot))
+        await self._run(snapshot.id, "delete", lambda: self._delete_snapshot(snapshot))
 
     async def _delete_snapshot(self, snapshot: Snapshot) -> None:
         await self._host.catalogue.remove(snapshot)
@@ -260,37 +258,16 @@ class NodeService:
             raise NotFound("no such sandbox")
         return known.id
 
-    async def _run(self, sandbox_id: SandboxId, name: str, verb: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        return await self._host.operations.run(sandbox_id, name, verb)
+    async def _run(self, key: str, name: str, verb: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        return await self._host.operations.run(key, name, verb)
 
     async def _in_turn(self, known: SandboxId, name: str, change: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """Run *change* as an operation that nothing else joins: the sandbox stays in its state meanwhile."""
         return await self._run(known, f"{name} {uuid.uuid4()}", change)
 
-    async def _own(self, name: str, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """Run *work* in a task of the node: a caller that hangs up leaves it going."""
-        task = self._host.tasks.start(name, _outcome(work))
-        await asyncio.wait((task,))
-        if task.cancelled():
-            raise Unavailable("the server is stopping")
-        result, error = task.result()
-        if error is not None:
-            raise error
-        return result[0]
+    async def _by_itself(self, name: str, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """Run *work* as an operation that holds no sandbox's turn and that nothing joins: it takes turns inside."""
+        return await self._run(f"{name} {uuid.uuid4()}", name, work)
 
     async def _give_up(self, sandbox_id: SandboxId, ends_at: datetime, why: str) -> None:
         await self._run(sandbox_id, "give up", lambda: give_up.give_up(self._host, sandbox_id, ends_at, why))
-
-    async def _vm_lost(self, sandbox_id: SandboxId, live: Live) -> None:
-        try:
-            await self._run(sandbox_id, "lose", lambda: lose.lose(self._host, sandbox_id, live))
-        except (NotFound, Conflict):
-            return  # deleted meanwhile
-
-
-async def _outcome(work: Callable[[], Coroutine[Any, Any, T]]) -> tuple[list[T], AgentEnvError | None]:
-    """Errors of a kind are an answer for the caller, not a failed task."""
-    try:
-        return [await work()], None
-    except AgentEnvError as error:
-        return [], error
