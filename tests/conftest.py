@@ -8,8 +8,10 @@ import os
 from collections import Counter
 from collections.abc import Generator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import structlog
 from hypothesis import settings
 
 from agentenv.guest.image import GuestImage, load_guest
@@ -22,6 +24,22 @@ _TALLY = pytest.StashKey[Counter[str]]()
 # How long an example takes says more about the machine than about the code.
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
+
+
+@pytest.fixture(autouse=True)
+def _logs_reach_pytest() -> None:
+    """What the product logs is shown with a test that fails, and `caplog` has it."""
+    structlog.configure(
+        processors=[structlog.processors.add_log_level, _as_record],
+        logger_factory=structlog.stdlib.LoggerFactory(),
+    )
+
+
+def _as_record(_logger: object, _method: str, event: structlog.typing.EventDict) -> tuple[tuple[str], dict[str, Any]]:
+    said, exception = str(event.pop("event")), event.pop("exc_info", None)
+    event.pop("level", None)
+    about = " ".join(f"{name}={value!r}" for name, value in event.items())
+    return (f"{said} {about}".rstrip(),), {"exc_info": exception}
 
 
 def pytest_configure(config: pytest.Config) -> None:

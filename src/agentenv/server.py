@@ -5,9 +5,7 @@ takes them over. Started twice on one home, the second says so and ends.
 """
 
 import asyncio
-import logging
 import platform
-import sys
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -33,6 +31,7 @@ from agentenv.guest.agent import HttpAgents
 from agentenv.guest.contract import CaBundle
 from agentenv.guest.image import load_guest
 from agentenv.listen import bind, heed_signals
+from agentenv.logs import set_up_logs
 from agentenv.model.errors import Invalid
 from agentenv.model.sandbox import Sandbox
 from agentenv.network.settings import NetworkSettings
@@ -62,7 +61,7 @@ log = structlog.get_logger(__name__)
 
 def run(resolved: Resolved) -> None:
     """Serve until SIGINT or SIGTERM. Raises one of our kinds when it cannot start."""
-    _set_up_logging(resolved.settings)
+    set_up_logs(resolved.settings.log)
     for note in resolved.notes:
         log.warning(note)
     if resolved.settings.debug.failpoints:
@@ -247,35 +246,3 @@ def client_domain(settings: Settings) -> str | None:
 
 def _proxy(settings: Settings, api_key: str) -> ProxySettings:
     return ProxySettings(api_key=api_key, **dict(settings.proxy))
-
-
-def _set_up_logging(settings: Settings) -> None:
-    level = logging.getLevelNamesMapping()[settings.log.level.upper()]
-    pretty = settings.log.format == "pretty" or (settings.log.format == "auto" and sys.stderr.isatty())
-    shared: list[structlog.typing.Processor] = [
-        structlog.contextvars.merge_contextvars,
-        structlog.processors.add_log_level,
-        structlog.processors.TimeStamper(fmt="iso", utc=True),
-    ]
-    last: structlog.typing.Processor = (
-        structlog.dev.ConsoleRenderer() if pretty else structlog.processors.JSONRenderer()
-    )
-    structlog.configure(
-        processors=[*shared, structlog.processors.format_exc_info, last],
-        wrapper_class=structlog.make_filtering_bound_logger(level),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
-    )
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(
-        structlog.stdlib.ProcessorFormatter(
-            foreign_pre_chain=shared,
-            processors=[
-                structlog.stdlib.ProcessorFormatter.remove_processors_meta,
-                structlog.processors.format_exc_info,
-                last,
-            ],
-        )
-    )
-    logging.basicConfig(level=level, handlers=[handler], force=True)
-    for name in ("alembic", "uvicorn"):  # what they say of themselves at every start is no event of a node
-        logging.getLogger(name).setLevel(max(level, logging.WARNING))

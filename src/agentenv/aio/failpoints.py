@@ -13,7 +13,6 @@ Each action happens once. Names are ``verb.step``, the step just done.
 """
 
 import asyncio
-import logging
 import os
 import signal
 from collections.abc import Iterator
@@ -21,12 +20,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
+import structlog
+
 from agentenv.model.errors import AgentEnvError, Bug, Invalid
 
 ANY: Final = "*"
 _LONGEST_SLEEP_S: Final = 3600.0
 
-_log = logging.getLogger(__name__)
+_log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)

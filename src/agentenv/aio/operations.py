@@ -7,10 +7,11 @@ between them, so two callers can never both start.
 """
 
 import asyncio
-import logging
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Final, TypeAlias, TypeVar, cast
+
+import structlog
 
 from agentenv.aio.tasks import spawn
 from agentenv.model.errors import Bug, Conflict, Unavailable
@@ -20,7 +21,7 @@ Factory: TypeAlias = Callable[[], Coroutine[object, object, T]]
 
 GRACE_S: Final = 10.0
 
-_log = logging.getLogger(__name__)
+_log = structlog.get_logger(__name__)
 
 
 @dataclass(eq=False, slots=True)

@@ -5,17 +5,18 @@ in the middle of its work. Here each is held until it has ended.
 """
 
 import asyncio
-import logging
 from collections.abc import Coroutine
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Final, Self, TypeVar
 
+import structlog
+
 from agentenv.model.errors import Unavailable
 
 T = TypeVar("T")
 
-_log = logging.getLogger(__name__)
+_log = structlog.get_logger(__name__)
 _held: Final[set[asyncio.Task[object]]] = set()
 
 

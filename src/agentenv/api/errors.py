@@ -6,17 +6,17 @@ every answer that is not a 2xx, and decide by `code`.
 """
 
 import json
-import logging
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
+import structlog
 from starlette.responses import Response
 
 from agentenv.model.errors import AgentEnvError, Bug
 
-_log = logging.getLogger(__name__)
+_log = structlog.get_logger(__name__)
 
 STATUS: Final[Mapping[str, int]] = {
     "invalid": 400,

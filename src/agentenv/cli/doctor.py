@@ -23,8 +23,10 @@ def doctor(
     # Imported here: every other command starts without the server's libraries.
     from agentenv.config.resolve import resolve  # noqa: PLC0415
     from agentenv.doctor import Finding, Places, examine  # noqa: PLC0415
+    from agentenv.logs import only_problems  # noqa: PLC0415
 
     settings = resolve({}, os.environ, config).settings
+    only_problems()
     findings = examine(
         Places(
             home=settings.paths.home,

@@ -6,7 +6,6 @@ meant for a sandbox ever leaves by the host's default route.
 """
 
 import json
-import logging
 import os
 import stat
 from collections.abc import Iterator, Sequence
@@ -14,6 +13,8 @@ from dataclasses import dataclass
 from ipaddress import IPv4Network
 from pathlib import Path
 from typing import Final
+
+import structlog
 
 from agentenv.model.errors import Unsupported
 from agentenv.network import netns, rtnl, rules, sysctl
@@ -33,7 +34,7 @@ _CAPABILITIES: Final = {12: "CAP_NET_ADMIN", 21: "CAP_SYS_ADMIN"}
 # and makes a link of its own when it is loaded.
 _LINK_KINDS: Final = ("bridge", "dummy")
 
-_log = logging.getLogger(__name__)
+_log = structlog.get_logger(__name__)
 
 
 class HostNetwork:

@@ -7,11 +7,12 @@ the end; what a slot may reach is still decided by our own table.
 """
 
 import json
-import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
+
+import structlog
 
 from agentenv.model.errors import AgentEnvError
 from agentenv.network.nft import Nft
@@ -21,7 +22,7 @@ _TABLE: Final = "filter"
 _ROOM: Final = "DOCKER-USER"
 _LEGACY: Final = Path("/proc/thread-self/net/ip_tables_names")
 
-_log = logging.getLogger(__name__)
+_log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)

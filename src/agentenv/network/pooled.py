@@ -5,13 +5,14 @@ handed to a caller that has gone meanwhile goes back.
 """
 
 import asyncio
-import logging
 from collections import deque
 from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass, field
 from ipaddress import IPv4Address
 from typing import Final
+
+import structlog
 
 from agentenv.aio.clock import Clock
 from agentenv.aio.failpoints import failpoint
@@ -30,7 +31,7 @@ _FAILURES_FOR_ALL: Final = 3
 _FIRST_PAUSE_S: Final = 0.1
 _LONGEST_PAUSE_S: Final = 5.0
 
-_log = logging.getLogger(__name__)
+_log = structlog.get_logger(__name__)
 
 
 @dataclass(slots=True)

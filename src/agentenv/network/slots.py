@@ -1,11 +1,12 @@
 """The network of a node on this host: the slots, the forwarder of names, and a watch over what they share."""
 
-import logging
 from collections.abc import Collection
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
+
+import structlog
 
 from agentenv.aio.clock import Clock, SystemClock
 from agentenv.aio.tasks import Tasks
@@ -23,7 +24,7 @@ from agentenv.network.workshop import HostWorkshop, open_workshop
 
 _CHECK_S: Final = 30.0
 
-_log = logging.getLogger(__name__)
+_log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,10 +5,11 @@ policies, so that a create with a policy of its own never waits behind the pool.
 """
 
 import asyncio
-import logging
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from typing import Final, Protocol
+
+import structlog
 
 from agentenv.aio.clock import Clock
 from agentenv.model.errors import AgentEnvError
@@ -28,7 +29,7 @@ from agentenv.network.worker import NamespaceThread
 _VANISH_S: Final = 2.0
 _LOOK_AGAIN_S: Final = 0.005
 
-_log = logging.getLogger(__name__)
+_log = structlog.get_logger(__name__)
 
 
 class Workshop(Protocol):

@@ -5,10 +5,11 @@ may this request wake it, and only then is anything sent or any body read.
 """
 
 import asyncio
-import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final, Protocol
+
+import structlog
 
 from agentenv.aio.tasks import Tasks
 from agentenv.guest.answer import Headers
@@ -34,7 +35,7 @@ from agentenv.proxy.pump import IDEMPOTENT, Exchange, GuestRequest
 from agentenv.proxy.route import Decision, Family, Refuse, ToControl, ToSandbox, ToSigned, Via, route
 from agentenv.proxy.settings import ProxySettings
 
-_log = logging.getLogger(__name__)
+_log = structlog.get_logger(__name__)
 
 _PATIENT_PATH: Final = b"/process.Process/StreamInput"
 

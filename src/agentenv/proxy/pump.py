@@ -8,9 +8,10 @@ the client's connection.
 """
 
 import asyncio
-import logging
 from dataclasses import dataclass
 from typing import Final
+
+import structlog
 
 from agentenv.aio.tasks import Tasks
 from agentenv.guest.answer import AnswerHead, GuestGarbage
@@ -22,7 +23,7 @@ from agentenv.proxy.headers import Framing, answer_headers
 from agentenv.proxy.settings import ProxySettings
 from agentenv.proxy.tunnel import Tunnel
 
-_log = logging.getLogger(__name__)
+_log = structlog.get_logger(__name__)
 
 IDEMPOTENT: Final = frozenset(("GET", "HEAD", "OPTIONS", "TRACE", "PUT", "DELETE"))
 

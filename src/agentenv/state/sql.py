@@ -1,12 +1,12 @@
 """The store in an SQL database: SQLite in one file, behind URLs that other databases can follow."""
 
 import asyncio
-import logging
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Final, TypeVar
 
 import sqlalchemy as sa
+import structlog
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
@@ -25,7 +25,7 @@ from agentenv.state.schema import sandboxes, snapshot_names, snapshots
 
 T = TypeVar("T")
 
-_log = logging.getLogger(__name__)
+_log = structlog.get_logger(__name__)
 
 
 class SqlStore:

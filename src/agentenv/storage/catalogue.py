@@ -4,13 +4,14 @@ A layer is known from the step in which the call that made it returns. Files in 
 making are not known, so a collection cannot see them.
 """
 
-import logging
 import os
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Final
+
+import structlog
 
 from agentenv.model.errors import Bug, Invalid, NotFound
 from agentenv.model.ids import BlobId, LayerId
@@ -23,7 +24,7 @@ from agentenv.storage.qcow2 import read_header
 _DEEPEST: Final = 4096
 _WRITABLE_MODE: Final = 0o222
 
-_log = logging.getLogger(__name__)
+_log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,12 +6,13 @@ is known only in this process: after a restart it is found out again when needed
 """
 
 import asyncio
-import logging
 import os
 from collections import Counter
 from collections.abc import Iterable
 from contextlib import ExitStack
 from typing import Final
+
+import structlog
 
 from agentenv.aio.tasks import Tasks
 from agentenv.model.errors import AgentEnvError, Unsupported
@@ -33,7 +34,7 @@ _SHALLOW: Final = 8
 """Up to this depth an equal chain is extended; beyond it everything above the base is merged anew."""
 _MOST_PENDING: Final = 256
 
-_log = logging.getLogger(__name__)
+_log = structlog.get_logger(__name__)
 
 
 class Compaction:
@@ -108,9 +109,8 @@ class Compaction:
             self._refused.add(top)
             _log.info("the layers of %s stay apart: %s", top, error)
         except AgentEnvError as error:
-            _log.log(
-                logging.DEBUG if self._closed else logging.WARNING, "the layers of %s are not merged: %s", top, error
-            )
+            tell = _log.debug if self._closed else _log.warning
+            tell("the layers of %s are not merged: %s", top, error)
         finally:
             del self._pending[top]
 

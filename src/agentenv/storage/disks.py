@@ -6,13 +6,14 @@ or not, since its content is that of the old one; going back is right only while
 nobody can have written to it. `_settle` knows no other rule.
 """
 
-import logging
 import os
 import stat
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
+
+import structlog
 
 from agentenv.aio.failpoints import failpoint, failpoint_nowait
 from agentenv.model.errors import AgentEnvError, AlreadyExists, Exhausted, Invalid
@@ -31,7 +32,7 @@ from agentenv.storage.workers import Abort, Workers
 
 _PROC: Final = Path("/proc")
 
-_log = logging.getLogger(__name__)
+_log = structlog.get_logger(__name__)
 
 
 class Disks:

@@ -7,7 +7,6 @@ block: they are for worker threads.
 
 import ctypes
 import errno
-import logging
 import os
 import shutil
 import stat
@@ -15,6 +14,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
+
+import structlog
 
 SEALED_MODE: Final = 0o444
 UPPER_MODE: Final = 0o600
@@ -30,7 +31,7 @@ _SYNC_FILE_RANGE_WRITE: Final = 2
 _NOT_THERE: Final = frozenset({errno.EOPNOTSUPP, errno.ENOSYS})
 _NO_RANGE_COPY: Final = frozenset({errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF, errno.EPERM})
 
-_log = logging.getLogger(__name__)
+_log = structlog.get_logger(__name__)
 
 Check = Callable[[], None]
 """Called between steps of long work; raises when the work is no longer wanted."""

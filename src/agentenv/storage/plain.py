@@ -4,13 +4,14 @@ Needs nothing but a file system with holes. Nothing here outlives this process b
 files: VMMs open them directly.
 """
 
-import logging
 import os
 import stat
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
+
+import structlog
 
 from agentenv.model.errors import Invalid, Unavailable
 from agentenv.model.ids import BlobId, LayerId
@@ -30,7 +31,7 @@ from agentenv.storage.workers import Abort, Workers
 _WORKERS: Final = 4
 _BACKGROUND_WORKERS: Final = 1
 
-_log = logging.getLogger(__name__)
+_log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,10 +7,11 @@ start. All calls block but `encode` and `decode`.
 """
 
 import json
-import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
+
+import structlog
 
 from agentenv.model.errors import NotFound
 from agentenv.model.ids import LayerId
@@ -23,7 +24,7 @@ _LARGEST_BYTES: Final = 64 << 10
 _SUFFIX: Final = ".json"
 _BROKEN: Final = ".broken"
 
-_log = logging.getLogger(__name__)
+_log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,10 +1,11 @@
 """What device state made here needs in order to load elsewhere, found out by asking QEMU itself."""
 
 import hashlib
-import logging
 import socket
 from pathlib import Path
 from typing import Final
+
+import structlog
 
 from agentenv.model.errors import Unavailable, Unsupported
 from agentenv.model.machine import Fingerprint
@@ -21,7 +22,7 @@ NEEDED_COMMANDS: Final = (
 )  # fmt: skip
 _INSTALL: Final = "install QEMU 7.2 or newer, on Debian the package qemu-system-x86"
 
-_log: Final = logging.getLogger(__name__)
+_log = structlog.get_logger(__name__)
 
 
 async def probe(binary: Path, engine: Engine, *, guest_digest: str, spawner: Spawner, timeout_s: float) -> Fingerprint:

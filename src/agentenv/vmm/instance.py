@@ -9,11 +9,12 @@ soon as there is space, as if nothing had happened.
 import asyncio
 import contextlib
 import errno
-import logging
 import os
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Final
+
+import structlog
 
 from agentenv.aio.tasks import Tasks, to_its_end
 from agentenv.model.errors import AgentEnvError, Bug, Conflict, Exhausted, Invalid, NoSpace, Unavailable
@@ -31,7 +32,7 @@ _STATE_FD_SET: Final = 1
 _ENDED: Final = frozenset({"shutdown", "guest-panicked", "internal-error"})
 _NO_STATE: Final = frozenset({"inmigrate", "prelaunch"})
 
-_log: Final = logging.getLogger(__name__)
+_log = structlog.get_logger(__name__)
 
 
 class QemuInstance:

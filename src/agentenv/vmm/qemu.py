@@ -9,12 +9,13 @@ import asyncio
 import contextlib
 import errno
 import fcntl
-import logging
 import os
 import shutil
 import socket
 from pathlib import Path
 from typing import Final, Literal
+
+import structlog
 
 from agentenv.aio.tasks import Tasks, to_its_end
 from agentenv.model.errors import Bug, Exhausted, Invalid, NoSpace, NotFound, Unavailable, Unsupported
@@ -35,7 +36,7 @@ MAX_STATE_BYTES: Final = 1 << 20
 
 _EXPLAIN_S: Final = 1.0
 
-_log: Final = logging.getLogger(__name__)
+_log = structlog.get_logger(__name__)
 
 
 class QemuVmm:

@@ -9,12 +9,13 @@ import array
 import asyncio
 import itertools
 import json
-import logging
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, TypeAlias
+
+import structlog
 
 from agentenv.model.errors import AgentEnvError, Bug, Exhausted, NoSpace, Unavailable, Unsupported
 
@@ -24,7 +25,7 @@ MAX_MESSAGE_BYTES: Final = 4 << 20
 _READ_BYTES: Final = 64 << 10
 _RECONNECT_S: Final = 0.02
 
-_log: Final = logging.getLogger(__name__)
+_log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,6 @@ import contextlib
 import ctypes
 import errno
 import fcntl
-import logging
 import os
 import resource
 import signal
@@ -26,6 +25,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
+
+import structlog
 
 from agentenv.model.errors import AgentEnvError, Bug, Exhausted, NotFound, Unavailable, Unsupported
 from agentenv.model.machine import ProcessIdentity
@@ -44,7 +45,7 @@ _UNDO_TIMEOUT_S: Final = 10.0
 _OUT_OF_RESOURCES: Final = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
 
 _libc: Final = ctypes.CDLL(None, use_errno=True)
-_log: Final = logging.getLogger(__name__)
+_log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,11 +12,12 @@ import structlog
 
 from agentenv.config.schema import Server, Settings
 from agentenv.listen import bind, heed_signals
+from agentenv.logs import set_up_logs
 from agentenv.model.errors import Conflict, Invalid
 from agentenv.model.ids import new_sandbox_id
 from agentenv.proxy.inbound.serve import http_server
 from agentenv.proxy.route import ToSandbox, Via, route
-from agentenv.server import _set_up_logging, client_domain, key_origin
+from agentenv.server import client_domain, key_origin
 
 
 def listening(host: str, port: int = 8123, *domains: str) -> Settings:
@@ -108,7 +109,7 @@ def loggers() -> Iterator[None]:
 @pytest.mark.parametrize("name", ["alembic.runtime.plugins", "alembic.runtime.migration", "uvicorn.error"])
 @pytest.mark.parametrize("level", ["debug", "info", "error"])
 def test_libraries_do_not_announce_themselves(name: str, level: str) -> None:
-    _set_up_logging(Settings.model_validate({"log": {"level": level}}))
+    set_up_logs(Settings.model_validate({"log": {"level": level}}).log)
 
     logger = logging.getLogger(name)
     assert not logger.isEnabledFor(logging.INFO)

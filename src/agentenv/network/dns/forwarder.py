@@ -8,7 +8,6 @@ progress is bounded for each slot and for all.
 
 import asyncio
 import errno
-import logging
 import socket
 import struct
 from collections import Counter
@@ -17,6 +16,8 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from ipaddress import IPv4Address
 from typing import Final
+
+import structlog
 
 from agentenv.aio.clock import Clock
 from agentenv.aio.tasks import Tasks
@@ -32,7 +33,7 @@ _CONNECTIONS: Final = 512
 _FEWEST_TRIES: Final = 2
 _TRY_THE_NEXT: Final = {Rcode.SERVER_FAILURE, Rcode.REFUSED, Rcode.NOT_IMPLEMENTED}
 
-_log = logging.getLogger(__name__)
+_log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)

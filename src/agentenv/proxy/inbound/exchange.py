@@ -7,9 +7,10 @@ must never take a part for the whole.
 import asyncio
 import http
 import json
-import logging
 from typing import Final, Protocol
 from urllib.parse import unquote
+
+import structlog
 
 from agentenv.model.errors import Bug, Unavailable
 from agentenv.proxy.asgi import UPGRADE, ASGIApp, Message, Scope
@@ -17,7 +18,7 @@ from agentenv.proxy.inbound.reader import Head
 
 BUFFER_BYTES: Final = 256 * 1024  # of a request's body; beyond it the client waits
 
-_log = logging.getLogger(__name__)
+_log = structlog.get_logger(__name__)
 
 _CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
 _STATUS_LINES: Final = {

@@ -1,0 +1,68 @@
+"""Builds on a real server that end early: by Ctrl-C, by a delete, by kill -9 of the server. Nothing of them stays."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from tests.capabilities import BASE_ROOTFS, REPO
+from tests.running import running_server
+from tests.server import Server, leaks, left_after
+
+pytestmark = [
+    pytest.mark.vm,
+    pytest.mark.slow,
+    pytest.mark.needs("root", "qemu", "netns", "nft", "tun", "guest", "base"),
+]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with running_server(prefix="aeu", net=127) as running:
+        yield running
+
+
+def interrupt(_server: Server, client: "subprocess.Popen[bytes]") -> None:
+    client.send_signal(signal.SIGINT)
+
+
+def delete(server: Server, _client: object) -> None:
+    assert server.call("DELETE", "/templates/early")[0] == 204
+
+
+def kill_the_server(server: Server, _client: object) -> None:
+    server.kill()
+    server.start()
+
+
+@pytest.mark.parametrize("end", [interrupt, delete, kill_the_server])
+@pytest.mark.parametrize("step", [b"making a disk", b"booting for the first time"])
+def test_a_build_that_ends_early_leaves_nothing(
+    server: Server, step: bytes, end: Callable[[Server, "subprocess.Popen[bytes]"], None]
+) -> None:
+    before = leaks(server)
+    client = subprocess.Popen(
+        [sys.executable, "-m", "agentenv.cli", "template", "build", "early", "--rootfs", str(BASE_ROOTFS)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env={**os.environ, "AENV_API_URL": server.url, "AENV_API_KEY": server.api_key},
+        cwd=REPO,
+    )
+    assert client.stdout is not None
+    said = b""
+    while step not in said:
+        line = client.stdout.readline()
+        assert line, (said, server.tail())
+        said += line
+
+    end(server, client)
+
+    said += client.stdout.read()
+    assert client.wait(60) != 0, said
+    client.stdout.close()
+    assert server.call("GET", "/templates/aliases/early")[0] == 404
+    server.wait_until(lambda: not left_after(server, before), "what the build made to be gone", timeout_s=60)
+    assert list((server.home / "work").iterdir()) == []
