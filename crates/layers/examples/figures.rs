@@ -7,9 +7,7 @@ use std::hint::black_box;
 use std::io::Write;
 use std::time::Instant;
 
-use layers::{
-    Identity, Index, Layer, LayerWriter, Map, ReadAt, Result, SECTOR, Segment, ZFile, ZFileOptions, ZFileWriter, merge,
-};
+use layers::{Identity, Index, Layer, Map, ReadAt, Result, SECTOR, Segment, ZFile, ZFileOptions, ZFileWriter, merge};
 
 const MAPPINGS: u64 = 1 << 20;
 /// A page in each of the 32 KiB of 32 GiB.
@@ -124,8 +122,6 @@ fn main() -> Result<()> {
     });
 
     let content: Vec<u8> = (0..64_u64 << 20).map(|n| ((n / 3) ^ (n >> 9)).to_le_bytes()[0]).collect();
-    let mut written = LayerWriter::new(std::io::sink(), Identity::new(64 << 20))?;
-    let write_s = seconds(|| content.chunks(1 << 20).zip(0..).for_each(|(part, n)| drop(written.data(n * 2048, part))));
     let mut zfiles = Vec::new();
     for (name, algorithm) in [("lz4", layers::Algorithm::Lz4), ("zstd", layers::Algorithm::Zstd)] {
         let mut writer = ZFileWriter::new(Vec::new(), ZFileOptions::new(algorithm))?;
@@ -146,14 +142,13 @@ fn main() -> Result<()> {
         "{{\"mappings\": {}, \"index_load_s\": {load_s:.4}, \"index_mib\": {:.1}, \"index_resident_mib\": {:.1}, \
          \"index_lookups_s\": {index_lookups:.0}, \"map_fill_s\": {fill_s:.3}, \"map_mappings\": {}, \
          \"map_resident_mib\": {:.1}, \"map_lookups_s\": {map_lookups:.0}, \"merge_16_s\": {merge_s:.4}, \
-         \"merged_mappings\": {}, \"merged_lookups_s\": {merged_lookups:.0}, \"write_mib_s\": {:.0}, {}}}",
+         \"merged_mappings\": {}, \"merged_lookups_s\": {merged_lookups:.0}, {}}}",
         index.len(),
         mib(index.memory_bytes() as u64),
         mib(resident),
         map.len(),
         mib(map_resident),
         merged.len(),
-        64.0 / write_s,
         zfiles.join(", "),
     );
     Ok(())

@@ -18,6 +18,15 @@ pub fn merge(layers: &[&Index], virtual_sectors: u64) -> Result<Index> {
     Ok(Index::from_sorted(merged(layers, 0, virtual_sectors)))
 }
 
+/// A stack's index with one more layer on it: every tag of the stack becomes one higher.
+pub(crate) fn with_layer(stack: &Index, layer: &Index, virtual_sectors: u64) -> Index {
+    let mut lower = Joined::default();
+    for segment in stack.segments().iter().take_while(|segment| segment.offset() < virtual_sectors) {
+        lower.push(segment.clip(0, virtual_sectors).with_tag(segment.tag() + 1));
+    }
+    Index::from_sorted(over(&merged(&[layer], 0, virtual_sectors), &lower.segments))
+}
+
 /// Halves, so that each mapping is looked at once for each doubling of the stack. *newest* is
 /// the tag of the last of *layers*.
 fn merged(layers: &[&Index], newest: u8, end: u64) -> Vec<Segment> {

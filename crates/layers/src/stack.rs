@@ -6,7 +6,7 @@ use crate::error::{Invalid, Result};
 use crate::header::Identity;
 use crate::index::Index;
 use crate::layer::{Layer, read_view};
-use crate::merge::merge;
+use crate::merge::{merge, with_layer};
 use crate::source::ReadAt;
 use crate::{MAX_LAYERS, SECTOR};
 
@@ -33,6 +33,25 @@ impl<S: ReadAt> Stack<S> {
         let index = merge(&layers.iter().map(Layer::index).collect::<Vec<_>>(), virtual_sectors)?;
         let parts = layers.into_iter().rev().map(Layer::into_parts);
         let (sources, identities) = parts.map(|(source, identity, _)| (source, identity)).unzip();
+        Ok(Self { sources, identities, index })
+    }
+
+    /// This stack with *layer* on it, for an upper that was sealed while it is used: what is below
+    /// is not read again.
+    ///
+    /// # Errors
+    /// Invalid if the stack is full.
+    pub fn with_layer(&self, layer: Layer<S>) -> Result<Self>
+    where
+        S: Clone,
+    {
+        if self.sources.len() >= MAX_LAYERS {
+            return Err(Invalid::Layers(self.sources.len() + 1).into());
+        }
+        let index = with_layer(&self.index, layer.index(), layer.identity().virtual_size / SECTOR);
+        let (source, identity, _) = layer.into_parts();
+        let sources = std::iter::once(source).chain(self.sources.iter().cloned()).collect();
+        let identities = std::iter::once(identity).chain(self.identities.iter().cloned()).collect();
         Ok(Self { sources, identities, index })
     }
 

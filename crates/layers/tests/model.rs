@@ -129,7 +129,15 @@ impl Disk {
             Step::Seal => {
                 let next = Upper::new(self.identity(), Self::map(self.joined));
                 let sealed = std::mem::replace(&mut self.upper, next).sealed();
+                let before = self.stack(0..self.files.len());
                 self.add(self.files.len()..self.files.len(), sealed);
+                if let (Some(before), Some(anew)) = (before, self.stack(0..self.files.len())) {
+                    let top = Layer::open(self.files[self.files.len() - 1].clone()).unwrap();
+                    let grown = before.with_layer(top).unwrap();
+                    let places = |stack: &Stack<Source>| places(stack.index().pieces(0..SECTORS));
+                    assert_eq!(places(&grown), places(&anew), "laid on top, or opened anew");
+                    assert_eq!(grown.identities(), anew.identities());
+                }
             }
             Step::Crash { torn } => {
                 self.upper.log.extend_from_slice(&Segment::PADDING.encode()[..torn]);
