@@ -191,6 +191,13 @@ impl Held {
         &self.names
     }
 
+    /// Only *name*, which is among them, is held any longer.
+    #[must_use]
+    pub fn of(self, name: &LayerName) -> Self {
+        // Held twice for a moment, so that it is held all the time.
+        self.library.hold_unseen(std::slice::from_ref(name))
+    }
+
     /// Both as one.
     #[must_use]
     pub fn and(mut self, mut other: Self) -> Self {

@@ -117,6 +117,20 @@ impl Root {
         Ok(DeviceId(number))
     }
 
+    /// No number up to *highest* is given: a record has it.
+    ///
+    /// # Errors
+    /// What the file system says.
+    pub fn skip_devices(&self, highest: u64) -> Result<()> {
+        let mut devices = self.devices.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        if highest >= devices.next {
+            let promised = highest.saturating_add(DEVICE_BLOCK);
+            self.replace(&self.path.join("devices"), promised.to_string().as_bytes())?;
+            *devices = Devices { next: highest.saturating_add(1), promised };
+        }
+        Ok(())
+    }
+
     /// A new file of nobody's, to be renamed when it is complete.
     ///
     /// # Errors
@@ -132,15 +146,27 @@ impl Root {
     /// # Errors
     /// What the file system says.
     pub fn replace(&self, path: &Path, content: &[u8]) -> Result<()> {
+        self.put(path, content, File::sync_all)?;
+        path.parent().map_or(Ok(()), sync_directory)
+    }
+
+    /// The same, but it lasts only as long as the host is up.
+    ///
+    /// # Errors
+    /// What the file system says.
+    pub fn replace_for_this_boot(&self, path: &Path, content: &[u8]) -> Result<()> {
+        self.put(path, content, |_| Ok(()))
+    }
+
+    fn put(&self, path: &Path, content: &[u8], sync: impl FnOnce(&File) -> io::Result<()>) -> Result<()> {
         let (temporary, mut file) = self.temporary()?;
-        let written = file.write_all(content).and_then(|()| file.sync_all());
+        let written = file.write_all(content).and_then(|()| sync(&file));
         let placed = written.and_then(|()| fs::rename(&temporary, path));
         if placed.is_err() {
             // Of no use, and not worth another error: start-up empties the directory.
             let _ = fs::remove_file(&temporary);
         }
-        placed.during(format_args!("cannot write {}", path.display()))?;
-        path.parent().map_or(Ok(()), sync_directory)
+        placed.during(format_args!("cannot write {}", path.display()))
     }
 }
 

@@ -119,6 +119,11 @@ impl Disk {
         self.top(&mut self.kept()).map(|_| ())
     }
 
+    /// Whether it has been used and not closed since.
+    pub fn is_open(&self) -> bool {
+        matches!(*self.state.read().unwrap_or_else(PoisonError::into_inner), State::Open(_))
+    }
+
     /// Gives back what it takes to serve it; it is opened again when it is used.
     pub fn close(&self) {
         // Not while an operation relies on what is shown.

@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use rustix::io::Errno;
 
-use super::{Parts, check, unreadable};
+use super::{Parts, check as check_range, unreadable};
 use crate::device::{Answer, Device, DeviceId, Kind};
 use crate::error::{Error, Result};
 use crate::library::Held;
@@ -29,10 +29,7 @@ impl Memory {
     /// # Errors
     /// `not_found` for a layer that is not there; `invalid` for sizes that are no whole pages.
     pub fn new(parts: &Arc<Parts>, device: DeviceId, stack: Stack) -> Result<Self> {
-        stack::check(&stack)?;
-        if stack.size_bytes % PAGE_BYTES != 0 {
-            return Err(Error::invalid(format!("memory of {} bytes is no whole pages", stack.size_bytes)));
-        }
+        check(&stack)?;
         let held = parts.library.hold(&stack.layers)?;
         Ok(Self::assemble(parts, device, stack, held))
     }
@@ -78,6 +75,18 @@ impl Memory {
     }
 }
 
+/// Whether there can be such memory.
+///
+/// # Errors
+/// `invalid` if not.
+pub fn check(stack: &Stack) -> Result<()> {
+    stack::check(stack)?;
+    if stack.size_bytes % PAGE_BYTES != 0 {
+        return Err(Error::invalid(format!("memory of {} bytes is no whole pages", stack.size_bytes)));
+    }
+    Ok(())
+}
+
 impl Device for Memory {
     fn kind(&self) -> Kind {
         Kind::Memory
@@ -88,7 +97,7 @@ impl Device for Memory {
     }
 
     fn read(&self, buf: &mut [u8], offset: u64) -> io::Result<()> {
-        check(self.size_bytes(), offset, buf.len() as u64)?;
+        check_range(self.size_bytes(), offset, buf.len() as u64)?;
         let view = match self.view.get() {
             Some(view) => view,
             None => self.open().map_err(|error| {
@@ -100,7 +109,7 @@ impl Device for Memory {
     }
 
     fn read_now(&self, buf: &mut [u8], offset: u64) -> io::Result<Answer> {
-        check(self.size_bytes(), offset, buf.len() as u64)?;
+        check_range(self.size_bytes(), offset, buf.len() as u64)?;
         match self.view.get() {
             Some(view) => view.read_now(buf, offset).map_err(|e| self.failed(e)),
             None => Ok(Answer::WouldWait),

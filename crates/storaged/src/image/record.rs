@@ -83,10 +83,30 @@ pub fn read<T: DeserializeOwned>(root: &Root, key: &Key) -> Result<T> {
 /// # Errors
 /// What the file system says; the old record is then there, or the new one.
 pub fn write<T: Serialize>(root: &Root, key: &Key, record: &T) -> Result<()> {
+    root.replace(&key.path(root), &encode(record)?)
+}
+
+/// The same for as long as the host is up.
+///
+/// # Errors
+/// What the file system says.
+pub fn note<T: Serialize>(root: &Root, key: &Key, record: &T) -> Result<()> {
+    root.replace_for_this_boot(&key.path(root), &encode(record)?)
+}
+
+/// Removes what was noted. It may be gone already.
+///
+/// # Errors
+/// What the file system says.
+pub fn forget(root: &Root, key: &Key) -> Result<()> {
+    remove_if_there(&key.path(root)).during("cannot remove a record")
+}
+
+fn encode<T: Serialize>(record: &T) -> Result<Vec<u8>> {
     let mut bytes = serde_json::to_vec(record).map_err(|e| Error::new(crate::error::Code::Bug, e.to_string()))?;
     let sum = crc32c::crc32c(&bytes);
     bytes.extend_from_slice(format!("\n{sum:08x}\n").as_bytes());
-    root.replace(&key.path(root), &bytes)
+    Ok(bytes)
 }
 
 /// Durable when it returns. It may be gone already.
@@ -94,6 +114,6 @@ pub fn write<T: Serialize>(root: &Root, key: &Key, record: &T) -> Result<()> {
 /// # Errors
 /// What the file system says.
 pub fn remove(root: &Root, key: &Key) -> Result<()> {
-    remove_if_there(&key.path(root)).during("cannot remove a record")?;
+    forget(root, key)?;
     sync_directory(&root.images())
 }

@@ -1,0 +1,108 @@
+//! `storaged serve --root DIR --socket PATH [--mount DIR]`: the daemon. `storaged keep`: see [`storaged::keeper`].
+
+use std::os::fd::AsFd;
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::sync::{Arc, mpsc};
+use std::time::Duration;
+
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+use storaged::directory::Directory;
+use storaged::error::{Code, Context, Error, Result};
+use storaged::fuse::{Front, Options};
+use storaged::node::{Node, Service};
+use storaged::{keeper, server};
+
+const USAGE: &str = "usage: storaged serve --root DIR --socket PATH [--mount DIR]\n       storaged keep";
+/// How long requests in progress may take at the end. The next daemon does again what was not done.
+const STOP_LIMIT: Duration = Duration::from_secs(30);
+const SIGINT: i32 = 2;
+const SIGTERM: i32 = 15;
+
+struct Arguments {
+    root: PathBuf,
+    socket: PathBuf,
+    mount: PathBuf,
+}
+
+fn main() -> ExitCode {
+    let arguments: Vec<String> = std::env::args().skip(1).collect();
+    let words: Vec<&str> = arguments.iter().map(String::as_str).collect();
+    let result = match words.split_first() {
+        Some((&"keep", [])) => keep(),
+        Some((&"serve", rest)) => match parse(rest) {
+            Some(arguments) => serve(&arguments),
+            None => return usage(),
+        },
+        _ => return usage(),
+    };
+    match result {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("storaged: {error}");
+            // So that whoever starts us knows another one from a failure.
+            ExitCode::from(if error.code == Code::Conflict { 75 } else { 1 })
+        }
+    }
+}
+
+fn usage() -> ExitCode {
+    eprintln!("{USAGE}");
+    ExitCode::from(2)
+}
+
+fn parse(words: &[&str]) -> Option<Arguments> {
+    let (mut root, mut socket, mut mount) = (None, None, None);
+    for pair in words.chunks(2) {
+        let [name, value] = pair else { return None };
+        let place = match *name {
+            "--root" => &mut root,
+            "--socket" => &mut socket,
+            "--mount" => &mut mount,
+            _ => return None,
+        };
+        *place = Some(PathBuf::from(value));
+    }
+    let root: PathBuf = root?;
+    let mount = mount.unwrap_or_else(|| root.join("mount"));
+    Some(Arguments { root, socket: socket?, mount })
+}
+
+fn keep() -> Result<()> {
+    let listener = std::io::stdin().as_fd().try_clone_to_owned().during("no socket to keep")?;
+    keeper::keep(&listener).during("the keeper")
+}
+
+fn serve(arguments: &Arguments) -> Result<()> {
+    // Before there are threads, so that all of them hold the signals back.
+    let signals = sys::signals::Blocked::new(&[SIGINT, SIGTERM]).during("signals")?;
+    let limit = getrlimit(Resource::Nofile);
+    setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, ..limit }).during("cannot raise the open files")?;
+
+    let node = Arc::new(Node::open(&arguments.root)?);
+    let options = Options::new(arguments.mount.clone(), arguments.root.join("keeper.sock"));
+    let (front, start) = Front::start(&options, Arc::clone(&node) as Arc<dyn Directory>)?;
+    node.show_through(front);
+    let service = Arc::new(Service::new(Arc::clone(&node)));
+    let (ended, ending) = mpsc::channel();
+    let listener = server::listen(&arguments.socket)?;
+    server::serve(listener, Arc::clone(&service), ended.clone()).during("cannot serve")?;
+    std::thread::Builder::new()
+        .name("signals".into())
+        .spawn(move || {
+            while signals.wait(None).is_none() {}
+            let _ = ended.send(());
+        })
+        .during("cannot wait for signals")?;
+    eprintln!("storaged: serving {} at {}, {start:?}", arguments.root.display(), arguments.socket.display());
+
+    ending.recv().map_err(|_| Error::new(Code::Bug, "nobody can end this daemon"))?;
+    service.end();
+    if let Some(front) = node.front() {
+        if !front.stop(STOP_LIMIT) {
+            eprintln!("storaged: some requests are left to the next daemon");
+        }
+    }
+    node.flush_all();
+    Ok(())
+}

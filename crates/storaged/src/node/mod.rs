@@ -1,0 +1,248 @@
+//! All images of a node, and what may be asked about them.
+//!
+//! One operation of an owner at a time; operations of different owners wait for each other only for
+//! as long as it takes to put something in a table. A table is never locked while a front end is called.
+
+mod operations;
+mod service;
+#[cfg(test)]
+mod tests;
+
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::num::NonZeroU64;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, OnceLock, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
+
+use crate::device::{Device, DeviceId, Kind};
+use crate::directory::{Directory, Named};
+use crate::error::{Code, Error, Result};
+use crate::fuse::Front;
+use crate::image::Parts;
+use crate::image::disk::Disk;
+use crate::image::memory::Memory;
+use crate::image::record::{self, DiskRecord, Key, MemoryRecord};
+use crate::keyed::Keyed;
+use crate::library::Library;
+use crate::names::{LayerName, Owner};
+use crate::protocol::Stack;
+use crate::root::Root;
+use crate::stack::Stacks;
+use crate::upper;
+
+pub use self::service::{Service, Session};
+
+/// Layer files that are open at once.
+const OPEN_LAYERS: usize = 4096;
+
+pub struct Node {
+    parts: Arc<Parts>,
+    images: RwLock<Images>,
+    owners: Keyed<Owner>,
+    /// Attaching and detaching of one stack's memory.
+    stacks: Keyed<Stack>,
+    front: OnceLock<Front>,
+}
+
+#[derive(Default)]
+struct Images {
+    devices: BTreeMap<DeviceId, Image>,
+    disks: BTreeMap<Owner, Arc<Disk>>,
+    memories: HashMap<Stack, Arc<Memory>>,
+    attached: BTreeMap<Owner, Arc<Memory>>,
+    users: BTreeMap<DeviceId, BTreeSet<Owner>>,
+    /// Owners whose record cannot be read. They can be removed, and nothing else.
+    damaged: BTreeSet<Owner>,
+}
+
+enum Image {
+    Disk(Arc<Disk>),
+    Memory(Arc<Memory>),
+}
+
+impl Node {
+    /// Takes the directory at *path*, and everything that an earlier daemon left in it.
+    ///
+    /// Images are opened when they are used: what is damaged fails then, and alone.
+    ///
+    /// # Errors
+    /// As [`Root::open`].
+    pub fn open(path: &Path) -> Result<Self> {
+        let root = Arc::new(Root::open(path)?);
+        if !root.same_boot() {
+            upper::trim_all(&root)?;
+        }
+        let library = Library::new(&root, OPEN_LAYERS);
+        let parts = Arc::new(Parts { stacks: Stacks::new(&library), root, library });
+        let images = load(&parts)?;
+        if images.damaged.is_empty() {
+            sweep(&parts, &images)?;
+        }
+        parts.root.settle()?;
+        Ok(Self {
+            parts,
+            images: RwLock::new(images),
+            owners: Keyed::default(),
+            stacks: Keyed::default(),
+            front: OnceLock::new(),
+        })
+    }
+
+    /// From now on images are seen through *front*, which asks this node for them.
+    pub fn show_through(&self, front: Front) {
+        // There is one: the first stays.
+        let _ = self.front.set(front);
+    }
+
+    pub fn front(&self) -> Option<&Front> {
+        self.front.get()
+    }
+
+    fn images(&self) -> RwLockReadGuard<'_, Images> {
+        self.images.read().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn images_mut(&self) -> RwLockWriteGuard<'_, Images> {
+        self.images.write().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn path(&self, kind: Kind, name: &str) -> PathBuf {
+        match self.front.get() {
+            Some(front) => front.path(kind, name),
+            None => self.parts.root.path().join("mount").join(name),
+        }
+    }
+
+    fn hide(&self, kind: Kind, name: &str, id: DeviceId) {
+        if let Some(front) = self.front.get() {
+            front.removed(kind, name, id);
+        }
+    }
+}
+
+/// Every image of which there is a record.
+fn load(parts: &Arc<Parts>) -> Result<Images> {
+    let root = &parts.root;
+    let mut images = Images::default();
+    let mut highest = 0;
+    for key in record::list(root)? {
+        let loaded = match &key {
+            Key::Disk(owner) => load_disk(parts, &mut images, owner, &key),
+            // Nobody maps anything any more after another boot.
+            Key::Memory(_) if !root.same_boot() => record::remove(root, &key).map(|()| 0),
+            Key::Memory(device) => load_memory(parts, &mut images, *device, &key),
+        };
+        match loaded {
+            Ok(device) => highest = highest.max(device),
+            Err(error) if error.code == Code::Corrupt => {
+                eprintln!("storaged: {error}");
+                if let Key::Disk(owner) = key {
+                    images.damaged.insert(owner);
+                }
+            }
+            Err(error) => return Err(error),
+        }
+    }
+    root.skip_devices(highest)?;
+    Ok(images)
+}
+
+fn load_disk(parts: &Arc<Parts>, images: &mut Images, owner: &Owner, key: &Key) -> Result<u64> {
+    let record: DiskRecord = record::read(&parts.root, key)?;
+    let device = free_device(images, record.device)?;
+    let disk = Arc::new(Disk::of_record(parts, owner.clone(), device, record));
+    images.devices.insert(device, Image::Disk(Arc::clone(&disk)));
+    images.disks.insert(owner.clone(), disk);
+    Ok(device.0.get())
+}
+
+fn load_memory(parts: &Arc<Parts>, images: &mut Images, number: u64, key: &Key) -> Result<u64> {
+    let record: MemoryRecord = record::read(&parts.root, key)?;
+    let device = free_device(images, record.device)?;
+    let twice = images.memories.contains_key(&record.stack)
+        || record.owners.iter().any(|owner| images.attached.contains_key(owner));
+    if twice || record.device != number || record.owners.is_empty() {
+        return Err(Error::corrupt(format!("the record of memory {number} contradicts others")));
+    }
+    let memory = Arc::new(Memory::of_record(parts, device, record.stack.clone()));
+    images.devices.insert(device, Image::Memory(Arc::clone(&memory)));
+    for owner in &record.owners {
+        images.attached.insert(owner.clone(), Arc::clone(&memory));
+    }
+    images.users.insert(device, record.owners.into_iter().collect());
+    images.memories.insert(record.stack, memory);
+    Ok(device.0.get())
+}
+
+fn free_device(images: &Images, number: u64) -> Result<DeviceId> {
+    let id = NonZeroU64::new(number).map(DeviceId);
+    id.filter(|id| !images.devices.contains_key(id))
+        .ok_or_else(|| Error::corrupt(format!("a record has device {number}, as another one")))
+}
+
+/// Removes uppers that no disk has: made or left by an operation that was cut short.
+fn sweep(parts: &Parts, images: &Images) -> Result<()> {
+    let known: BTreeSet<_> = images.disks.values().flat_map(|disk| disk.uppers()).collect();
+    for id in upper::list(&parts.root)? {
+        if !known.contains(&id) {
+            upper::remove(&parts.root, id)?;
+        }
+    }
+    Ok(())
+}
+
+impl Image {
+    fn device(&self) -> Arc<dyn Device> {
+        match self {
+            Self::Disk(disk) => Arc::clone(disk) as Arc<dyn Device>,
+            Self::Memory(memory) => Arc::clone(memory) as Arc<dyn Device>,
+        }
+    }
+
+    fn kind(&self) -> Kind {
+        match self {
+            Self::Disk(_) => Kind::Disk,
+            Self::Memory(_) => Kind::Memory,
+        }
+    }
+
+    fn name(&self) -> String {
+        match self {
+            Self::Disk(disk) => disk.owner().to_string(),
+            Self::Memory(memory) => memory_name(memory.device()),
+        }
+    }
+}
+
+/// What the memory of *device* is called in its folder.
+fn memory_name(device: DeviceId) -> String {
+    device.0.to_string()
+}
+
+impl Directory for Node {
+    fn device(&self, id: DeviceId) -> Option<Arc<dyn Device>> {
+        self.images().devices.get(&id).map(Image::device)
+    }
+
+    fn find(&self, kind: Kind, name: &str) -> Option<DeviceId> {
+        let images = self.images();
+        match kind {
+            Kind::Disk => images.disks.get(&Owner::parse(name).ok()?).map(|disk| disk.device()),
+            Kind::Memory => {
+                let id = DeviceId(name.parse().ok()?);
+                let found = images.devices.get(&id).filter(|image| image.kind() == kind && image.name() == name);
+                found.map(|_| id)
+            }
+        }
+    }
+
+    fn list(&self, kind: Kind, after: Option<DeviceId>, limit: usize) -> Vec<Named> {
+        let images = self.images();
+        let later = images.devices.iter().filter(|(id, image)| Some(**id) > after && image.kind() == kind);
+        later.take(limit).map(|(id, image)| Named { id: *id, name: image.name() }).collect()
+    }
+}
+
+/// A layer that a call made or returns, by name.
+fn last(stack: &Stack) -> Option<&LayerName> {
+    stack.layers.last()
+}

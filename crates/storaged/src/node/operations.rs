@@ -1,0 +1,231 @@
+//! What a caller can have done to images. Each either does all of it, or leaves things as they were.
+
+use std::collections::BTreeSet;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use super::{Image, Node, memory_name};
+use crate::device::{Device, Kind};
+use crate::error::{Code, Error, Result};
+use crate::image::disk::Disk;
+use crate::image::memory::Memory;
+use crate::image::record::{self, Key, MemoryRecord};
+use crate::library::Held;
+use crate::names::Owner;
+use crate::protocol::{Stack, StackKind};
+use crate::transfer;
+
+/// What an owner has.
+pub struct Owned {
+    pub owner: Owner,
+    pub disk: Option<Stack>,
+    pub memory: Option<Stack>,
+    /// Its record cannot be read: it can only be removed.
+    pub damaged: bool,
+}
+
+impl Node {
+    /// # Errors
+    /// `already_exists` if *owner* has a disk, and as for opening the stack.
+    pub fn create_disk(&self, owner: &Owner, stack: Stack) -> Result<PathBuf> {
+        let _turn = self.owners.lock(owner);
+        {
+            let images = self.images();
+            if images.disks.contains_key(owner) || images.damaged.contains(owner) {
+                return Err(Error::new(Code::AlreadyExists, format!("{owner} has a disk")));
+            }
+        }
+        let disk = Arc::new(Disk::create(&self.parts, owner.clone(), stack)?);
+        let mut images = self.images_mut();
+        images.devices.insert(disk.device(), Image::Disk(Arc::clone(&disk)));
+        images.disks.insert(owner.clone(), disk);
+        drop(images);
+        Ok(self.path(Kind::Disk, owner.as_str()))
+    }
+
+    /// # Errors
+    /// `not_found` if *owner* has none, `corrupt` if it cannot be used any more.
+    pub fn open_disk(&self, owner: &Owner) -> Result<PathBuf> {
+        let _turn = self.owners.lock(owner);
+        self.disk(owner)?.open()?;
+        Ok(self.path(Kind::Disk, owner.as_str()))
+    }
+
+    /// # Errors
+    /// As [`Disk::resize`].
+    pub fn resize_disk(&self, owner: &Owner, size_bytes: u64) -> Result<PathBuf> {
+        let _turn = self.owners.lock(owner);
+        let disk = self.disk(owner)?;
+        disk.resize(size_bytes)?;
+        if let Some(front) = self.front() {
+            front.resized(disk.device());
+        }
+        Ok(self.path(Kind::Disk, owner.as_str()))
+    }
+
+    /// # Errors
+    /// As [`Disk::seal`].
+    pub fn seal_disk(&self, owner: &Owner) -> Result<(Stack, Held)> {
+        let _turn = self.owners.lock(owner);
+        self.disk(owner)?.seal()
+    }
+
+    fn disk(&self, owner: &Owner) -> Result<Arc<Disk>> {
+        let images = self.images();
+        if images.damaged.contains(owner) {
+            return Err(Error::corrupt(format!("the record of {owner}'s disk is damaged")).lost());
+        }
+        let disk = images.disks.get(owner).cloned();
+        disk.ok_or_else(|| Error::new(Code::NotFound, format!("{owner} has no disk")))
+    }
+
+    /// # Errors
+    /// `already_exists` if *owner* has memory attached, and as for opening the stack.
+    pub fn attach_memory(&self, owner: &Owner, stack: &Stack) -> Result<PathBuf> {
+        let _turn = self.owners.lock(owner);
+        if self.images().attached.contains_key(owner) {
+            return Err(Error::new(Code::AlreadyExists, format!("{owner} has memory attached")));
+        }
+        let _same = self.stacks.lock(stack);
+        let known = self.images().memories.get(stack).cloned();
+        let memory = if let Some(memory) = known {
+            memory
+        } else {
+            Arc::new(Memory::new(&self.parts, self.parts.root.new_device()?, stack.clone())?)
+        };
+        memory.open()?;
+        let device = memory.device();
+        let mut users = self.images().users.get(&device).cloned().unwrap_or_default();
+        users.insert(owner.clone());
+        self.keep_memory(&memory, &users)?;
+        let mut images = self.images_mut();
+        images.devices.entry(device).or_insert_with(|| Image::Memory(Arc::clone(&memory)));
+        images.memories.insert(stack.clone(), Arc::clone(&memory));
+        images.users.insert(device, users);
+        images.attached.insert(owner.clone(), memory);
+        drop(images);
+        Ok(self.path(Kind::Memory, &memory_name(device)))
+    }
+
+    /// # Errors
+    /// What the file system says; the memory is then attached as before.
+    pub fn detach(&self, owner: &Owner) -> Result<()> {
+        let _turn = self.owners.lock(owner);
+        self.detach_in_turn(owner)
+    }
+
+    fn detach_in_turn(&self, owner: &Owner) -> Result<()> {
+        let (disk, memory) = {
+            let images = self.images();
+            (images.disks.get(owner).cloned(), images.attached.get(owner).cloned())
+        };
+        if let Some(memory) = memory {
+            self.detach_memory(owner, &memory)?;
+        }
+        if let Some(disk) = disk {
+            disk.close();
+        }
+        Ok(())
+    }
+
+    fn detach_memory(&self, owner: &Owner, memory: &Arc<Memory>) -> Result<()> {
+        let _same = self.stacks.lock(memory.stack());
+        let device = memory.device();
+        let mut users = self.images().users.get(&device).cloned().unwrap_or_default();
+        users.remove(owner);
+        self.keep_memory(memory, &users)?;
+        let mut images = self.images_mut();
+        images.attached.remove(owner);
+        if !users.is_empty() {
+            images.users.insert(device, users);
+            return Ok(());
+        }
+        images.users.remove(&device);
+        images.memories.remove(memory.stack());
+        images.devices.remove(&device);
+        drop(images);
+        self.hide(Kind::Memory, &memory_name(device), device);
+        Ok(())
+    }
+
+    /// The record of *memory*, which is none when nobody uses it. For this boot only, so not synced.
+    fn keep_memory(&self, memory: &Memory, users: &BTreeSet<Owner>) -> Result<()> {
+        let root = &self.parts.root;
+        let device = memory.device().0.get();
+        if users.is_empty() {
+            return record::forget(root, &Key::Memory(device));
+        }
+        let owners = users.iter().cloned().collect();
+        record::note(root, &Key::Memory(device), &MemoryRecord { device, stack: memory.stack().clone(), owners })
+    }
+
+    /// # Errors
+    /// What the file system says; it can be tried again.
+    pub fn remove(&self, owner: &Owner) -> Result<()> {
+        let _turn = self.owners.lock(owner);
+        self.detach_in_turn(owner)?;
+        let disk = self.images().disks.get(owner).cloned();
+        let damaged = self.images().damaged.contains(owner);
+        if let Some(disk) = disk {
+            disk.remove()?;
+            let mut images = self.images_mut();
+            images.disks.remove(owner);
+            images.devices.remove(&disk.device());
+            drop(images);
+            self.hide(Kind::Disk, owner.as_str(), disk.device());
+        } else if damaged {
+            record::remove(&self.parts.root, &Key::Disk(owner.clone()))?;
+            self.images_mut().damaged.remove(owner);
+        }
+        Ok(())
+    }
+
+    /// Everyone who has anything.
+    pub fn owned(&self) -> Vec<Owned> {
+        let images = self.images();
+        let everyone: BTreeSet<&Owner> =
+            images.disks.keys().chain(images.attached.keys()).chain(&images.damaged).collect();
+        // Not under the lock: a disk may be in the middle of an operation.
+        let found: Vec<_> = everyone
+            .into_iter()
+            .map(|owner| {
+                let disk = images.disks.get(owner).cloned();
+                let memory = images.attached.get(owner).map(|memory| memory.stack().clone());
+                (owner.clone(), disk, memory, images.damaged.contains(owner))
+            })
+            .collect();
+        drop(images);
+        found
+            .into_iter()
+            .map(|(owner, disk, memory, damaged)| {
+                let disk = disk.map(|disk| disk.stack());
+                Owned { owner, disk, memory, damaged }
+            })
+            .collect()
+    }
+
+    /// # Errors
+    /// As [`transfer::flatten`]; `invalid` for memory of parts of pages.
+    pub fn flatten(&self, kind: StackKind, stack: &Stack) -> Result<(Stack, Held)> {
+        if kind == StackKind::Memory {
+            crate::image::memory::check(stack)?;
+        }
+        transfer::flatten(&self.parts, stack)
+    }
+
+    /// # Errors
+    /// As [`transfer::import`].
+    pub fn import(&self, source: &Path, size_bytes: u64) -> Result<(Stack, Held)> {
+        transfer::import(&self.parts, source, size_bytes)
+    }
+
+    /// Makes everything durable that was written to disks that are open.
+    pub fn flush_all(&self) {
+        let disks: Vec<_> = self.images().disks.values().cloned().collect();
+        for disk in disks.iter().filter(|disk| disk.is_open()) {
+            if let Err(error) = disk.flush() {
+                eprintln!("storaged: the disk of {}: {error}", disk.owner());
+            }
+        }
+    }
+}
