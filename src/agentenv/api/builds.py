@@ -23,8 +23,13 @@ from agentenv.api import present
 from agentenv.api.endpoints import Answer, Endpoints
 from agentenv.api.errors import fault
 from agentenv.api.upload import Uploads
+from agentenv.model.limits import DISK_MIB, MAX_NAME_CHARS, MEMORY_MIB, VCPU_COUNT, Range
 from agentenv.model.machine import INIT_PATH, Machine
 from agentenv.templates.contract import Build, Builder, BuildEvent, BuildSpec
+
+
+def _within(bounds: Range, alias: str, description: str) -> Any:
+    return Field(bounds.default, alias=alias, ge=bounds.low, le=bounds.high, description=description)
 
 
 class RootfsQuery(BaseModel):
@@ -32,10 +37,12 @@ class RootfsQuery(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    name: str = Field(min_length=1, max_length=128, description="Name of the template; moves here if it is taken.")
-    cpu_count: int = Field(1, alias="cpuCount", ge=1, le=32, description="Virtual CPUs.")
-    memory_mib: int = Field(512, alias="memoryMB", ge=128, le=65_536, description="Memory in MiB.")
-    disk_mib: int = Field(4096, alias="diskSizeMB", ge=256, le=1 << 20, description="Disk in MiB.")
+    name: str = Field(
+        min_length=1, max_length=MAX_NAME_CHARS, description="Name of the template; moves here if it is taken."
+    )
+    cpu_count: int = _within(VCPU_COUNT, "cpuCount", "Virtual CPUs.")
+    memory_mib: int = _within(MEMORY_MIB, "memoryMB", "Memory in MiB.")
+    disk_mib: int = _within(DISK_MIB, "diskSizeMB", "Disk in MiB.")
     default_user: str = Field("user", alias="defaultUser", pattern=r"^[a-z_][a-z0-9_-]{0,31}$")
     init: str | None = Field(
         None, pattern=f"^{INIT_PATH}$", description="The image's own init, run as PID 1; without it the agent is PID 1."

@@ -45,7 +45,8 @@ created or deleted, and nothing is shown twice or left out.
 
 **Creating once.** A create with an `Idempotency-Key` that was used in the last 24 hours, since the server started,
 answers with the sandbox of the first; with another body it is a 422. If that sandbox has been deleted since, the key is
-new again and the create makes another.
+new again and the create makes another. Without a key, a sandbox whose client hangs up before the answer is deleted; so
+are the children of a fork. An answer that was sent and is lost on the way cannot be told from one that arrived.
 
 **Healthy pauses.** A pause with `requireHealthyGuest` asks the agent first. If it does not answer, the sandbox runs on
 and the answer is a 503 with `error_code` `sandbox_snapshot_guest_agent_unresponsive`, which E2B's clients raise as

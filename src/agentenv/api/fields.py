@@ -15,10 +15,9 @@ from pydantic_core import PydanticCustomError
 from agentenv.api.body import UNSUPPORTED
 from agentenv.model.errors import Invalid
 from agentenv.model.ids import parse_name
+from agentenv.model.limits import MAX_TIMEOUT_S
 
-MAX_TIMEOUT_S: Final = 30 * 24 * 3600
 MAX_REFRESH_S: Final = 3600
-MAX_FORKS: Final = 100
 MAX_DESTINATIONS: Final = 512
 
 _NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}"

@@ -10,7 +10,6 @@ from pydantic import ConfigDict, Field
 
 from agentenv.api.body import Wire
 from agentenv.api.fields import (
-    MAX_FORKS,
     MAX_REFRESH_S,
     Destinations,
     Environment,
@@ -25,6 +24,7 @@ from agentenv.api.fields import (
     Timeout,
 )
 from agentenv.model.errors import Invalid
+from agentenv.model.limits import MAX_FORKS
 from agentenv.model.policy import EgressPolicy, IngressPolicy
 from agentenv.model.sandbox import CreateSandbox, OnTimeout
 

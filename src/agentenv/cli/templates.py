@@ -16,6 +16,7 @@ from agentenv.cli.client import USAGE, CliError, told
 from agentenv.cli.context import client_of
 from agentenv.cli.output import for_people, out, print_json, progress_bar, show, working
 from agentenv.cli.sandboxes import Json, Quiet, SandboxId, complete_template
+from agentenv.model.limits import DISK_MIB, MEMORY_MIB, VCPU_COUNT
 
 TEMPLATE_COLUMNS = (
     ("NAME", "names"),
@@ -49,9 +50,13 @@ def build(
     context: typer.Context,
     name: Annotated[str, typer.Argument(help="Name of the template.")],
     rootfs: Annotated[Path, typer.Option(help="Root filesystem: a directory, or a tar (gzip, xz, zstd or plain).")],
-    cpu: Annotated[int, typer.Option(min=1, max=32, help="Virtual CPUs.")] = 1,
-    memory: Annotated[int, typer.Option(min=128, max=65536, help="Memory in MiB.")] = 512,
-    disk: Annotated[int, typer.Option(min=256, max=1 << 20, help="Disk in MiB.")] = 4096,
+    cpu: Annotated[
+        int, typer.Option(min=VCPU_COUNT.low, max=VCPU_COUNT.high, help="Virtual CPUs.")
+    ] = VCPU_COUNT.default,
+    memory: Annotated[
+        int, typer.Option(min=MEMORY_MIB.low, max=MEMORY_MIB.high, help="Memory in MiB.")
+    ] = MEMORY_MIB.default,
+    disk: Annotated[int, typer.Option(min=DISK_MIB.low, max=DISK_MIB.high, help="Disk in MiB.")] = DISK_MIB.default,
     user: Annotated[str, typer.Option(help="Default user of commands; made if it is missing.")] = "user",
     init: Annotated[str | None, typer.Option(help="The image's own init, to run as PID 1.")] = None,
 ) -> None:

@@ -9,6 +9,8 @@ from typing import Annotated, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, StringConstraints
 
+from agentenv.model.limits import MAX_FORKS, MAX_TIMEOUT_S
+
 API_KEY_PATTERN: Final = r"^[A-Za-z0-9._~-]{32,256}$"
 SEED_PATTERN: Final = r"^[!-~]{16,256}$"
 _DOMAIN_PATTERN: Final = r"^[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?(:[0-9]{1,5})?$"
@@ -137,15 +139,15 @@ class Sandbox(Section):
         1000, ge=1, le=1_000_000, description="Most sandboxes on this node, paused ones included."
     )
     max_timeout_s: int = Field(
-        30 * _DAY_S, ge=1, le=30 * _DAY_S, description="Longest time to live that a request may ask for, in s."
+        MAX_TIMEOUT_S, ge=1, le=MAX_TIMEOUT_S, description="Longest time to live that a request may ask for, in s."
     )
     min_free_disk_mib: int = Field(
         1024, ge=0, description="With less free disk than this no sandbox is started, in MiB."
     )
     auto_resume_min_timeout_s: int = Field(
-        300, ge=1, le=30 * _DAY_S, description="Least time to live after traffic resumed a sandbox, in s."
+        300, ge=1, le=MAX_TIMEOUT_S, description="Least time to live after traffic resumed a sandbox, in s."
     )
-    fork_max: int = Field(100, ge=1, le=100, description="Most children of one fork.")
+    fork_max: int = Field(MAX_FORKS, ge=1, le=MAX_FORKS, description="Most children of one fork.")
     operation_timeout_s: Seconds = Field(
         120.0, description="After this an operation (create, pause, resume, ...) has failed, in s."
     )

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
+from agentenv.aio.failures import FULL
 from agentenv.config.schema import API_KEY_PATTERN, SEED_PATTERN, Settings
 from agentenv.model.errors import Conflict, Invalid, NoSpace, Unavailable
 
@@ -176,6 +177,6 @@ def _create(path: Path, secret: str) -> None:
 
 
 def _cannot(path: Path, error: OSError) -> Exception:
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+    if error.errno in FULL:
         return NoSpace(f"no room for {path}")
     return Unavailable(f"{path} cannot be made: {error.strerror}", hint="check owner and mode of the home directory")

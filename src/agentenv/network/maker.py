@@ -14,6 +14,7 @@ from ipaddress import IPv4Network
 from typing import Final
 
 from agentenv.aio.failpoints import failpoint_nowait
+from agentenv.aio.failures import USED_UP
 from agentenv.model.errors import Exhausted, NotFound, Unavailable, Unsupported
 from agentenv.model.policy import EgressPolicy
 from agentenv.network import netns, rtnl, rules, sysctl
@@ -31,7 +32,7 @@ _ESTABLISHED_TIMEOUT_S: Final = 86_400
 _SENDS_AFTER_S: Final = 5.0
 _LOOK_AGAIN_S: Final = 0.001
 _STRICT: Final = "1"  # nothing from an address that is not routed to where it comes from
-_OUT_OF: Final = {errno.ENOSPC, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.ENOBUFS}
+_OUT_OF: Final = USED_UP | {errno.ENOSPC}  # the kernel's tables, not a disk
 
 
 class SlotMaker:

@@ -13,6 +13,7 @@ from agentenv.aio.operations import Operations
 from agentenv.aio.tasks import Tasks
 from agentenv.guest.contract import Agent, Agents, CaBundle
 from agentenv.model.ids import SandboxId
+from agentenv.model.limits import MAX_FORKS, MAX_TIMEOUT_S
 from agentenv.model.machine import BlockTarget, Fingerprint
 from agentenv.model.sandbox import Sandbox
 from agentenv.network.contract import Slot, Slots
@@ -46,10 +47,10 @@ class NodeSettings:
     node_id: str = "node"
     ca_bundle: CaBundle | None = None
     max_sandboxes: int = 1000
-    max_timeout_s: int = 30 * 24 * 3600
+    max_timeout_s: int = MAX_TIMEOUT_S
     min_free_disk_mib: int = 1024
     auto_resume_timeout_s: int = 300
-    fork_max: int = 100
+    fork_max: int = MAX_FORKS
     agent_timeout_s: float = 60.0  # for a restored or booted guest to answer
     freeze_timeout_s: float = 5.0
     operation_timeout_s: float = 120.0  # of every transitional state

@@ -12,13 +12,14 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Final
 
+from agentenv.aio.failures import USED_UP
 from agentenv.guest.connection import GuestConnection, GuestGone
 from agentenv.model.errors import AgentEnvError, Conflict, Exhausted, NotFound, Unavailable
 from agentenv.node.contract import Node, Route
 from agentenv.proxy.errors import GuestSilent, PortClosed
 from agentenv.proxy.settings import ProxySettings
 
-_OURS_TO_BLAME: Final = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL)
+_OURS_TO_BLAME: Final = USED_UP | {errno.EADDRNOTAVAIL}
 
 
 class RouteChanged(Conflict):

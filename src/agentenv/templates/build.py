@@ -20,6 +20,7 @@ from agentenv.guest.contract import Agent
 from agentenv.model.errors import DeadlineExceeded, Invalid, Unavailable
 from agentenv.model.ids import new_sandbox_id, new_snapshot_id, parse_name
 from agentenv.model.lifecycle import State
+from agentenv.model.limits import DISK_MIB, MEMORY_MIB, VCPU_COUNT
 from agentenv.model.machine import INIT_PATH
 from agentenv.model.sandbox import Sandbox
 from agentenv.model.snapshot import Capture, Snapshot, Source, Stack
@@ -35,7 +36,7 @@ from agentenv.vmm.contract import Instance
 
 ENVD_VERSION: Final = "0.6.4"  # the surface of E2B's daemon that ours speaks
 COMMAND_TIMEOUT_S: Final = 120.0
-MACHINE_LIMITS: Final = {"vcpu_count": (1, 32), "memory_mib": (128, 65536), "disk_mib": (256, 1 << 20)}
+_BOUNDS: Final = {"vcpu_count": VCPU_COUNT, "memory_mib": MEMORY_MIB, "disk_mib": DISK_MIB}
 
 
 class Say(Protocol):
@@ -84,9 +85,9 @@ async def build(host: Host, spec: BuildSpec, archive: Path, progress: Progress) 
 def check(spec: BuildSpec) -> None:
     """Refuse a specification that can never be built, before anything is made."""
     parse_name(spec.name)
-    for name, (low, high) in MACHINE_LIMITS.items():
-        if not low <= (value := getattr(spec.machine, name)) <= high:
-            raise Invalid(f"{name} must be {low} to {high}, not {value}")
+    for name, bounds in _BOUNDS.items():
+        if (value := getattr(spec.machine, name)) not in bounds:
+            raise Invalid(f"{name} must be {bounds.low} to {bounds.high}, not {value}")
     if spec.init is not None and not re.fullmatch(INIT_PATH, spec.init):
         raise Invalid(f"{spec.init!r} cannot be the path of an init")
 

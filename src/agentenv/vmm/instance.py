@@ -8,7 +8,6 @@ soon as there is space, as if nothing had happened.
 
 import asyncio
 import contextlib
-import errno
 import os
 from collections.abc import Callable, Coroutine
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Final
 
 import structlog
 
+from agentenv.aio.failures import FULL, USED_UP
 from agentenv.aio.tasks import Tasks, to_its_end
 from agentenv.model.errors import AgentEnvError, Bug, Conflict, Exhausted, Invalid, NoSpace, Unavailable
 from agentenv.model.machine import BlockTarget, ProcessIdentity
@@ -321,8 +321,8 @@ def _write_durably(memory: int, path: Path) -> None:
 
 def _file_error(path: Path, error: OSError) -> AgentEnvError:
     message = f"cannot write {path}: {error.strerror}"
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+    if error.errno in FULL:
         return NoSpace(message)
-    if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
+    if error.errno in USED_UP:
         return Exhausted(message)
     return Bug(message)

@@ -7,7 +7,6 @@ See `agentenv.vmm.plan` for what is started, `agentenv.vmm.instance` for what it
 
 import asyncio
 import contextlib
-import errno
 import fcntl
 import os
 import shutil
@@ -17,6 +16,7 @@ from typing import Final, Literal
 
 import structlog
 
+from agentenv.aio.failures import FULL
 from agentenv.aio.tasks import Tasks, to_its_end
 from agentenv.model.errors import Bug, Exhausted, Invalid, NoSpace, NotFound, Unavailable, Unsupported
 from agentenv.model.machine import Fingerprint, ProcessIdentity
@@ -240,7 +240,7 @@ def _make_run_dir(plan: VmPlan, listener: socket.socket) -> None:
         listener.listen(1)
     except OSError as error:
         message = f"cannot make {plan.run_dir}: {error.strerror}"
-        raise NoSpace(message) if error.errno in (errno.ENOSPC, errno.EDQUOT) else Bug(message) from error
+        raise NoSpace(message) if error.errno in FULL else Bug(message) from error
 
 
 def _fill_pipe(device_state: Path, writer: int) -> None:

@@ -28,6 +28,7 @@ from typing import Final
 
 import structlog
 
+from agentenv.aio.failures import USED_UP
 from agentenv.model.errors import AgentEnvError, Bug, Exhausted, NotFound, Unavailable, Unsupported
 from agentenv.model.machine import ProcessIdentity
 from agentenv.vmm.process import kill_all, read_start_time
@@ -42,7 +43,7 @@ _SETSIGMASK: Final = 0x08
 _OPAQUE_BYTES: Final = 1024  # more than posix_spawnattr_t, file_actions_t or sigset_t take in any libc
 _ABOVE: Final = 64  # descriptors are moved above the numbers they are copied to
 _UNDO_TIMEOUT_S: Final = 10.0
-_OUT_OF_RESOURCES: Final = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
+_OUT_OF_RESOURCES: Final = USED_UP | {errno.EAGAIN}
 
 _libc: Final = ctypes.CDLL(None, use_errno=True)
 _log = structlog.get_logger(__name__)

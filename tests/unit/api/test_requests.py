@@ -6,7 +6,8 @@ from typing import Any
 import httpx
 import pytest
 
-from agentenv.api.fields import MAX_DESTINATIONS, MAX_TIMEOUT_S
+from agentenv.api.fields import MAX_DESTINATIONS
+from agentenv.model.limits import MAX_TIMEOUT_S
 from agentenv.model.policy import EgressPolicy, IngressPolicy
 from agentenv.model.sandbox import CreateSandbox, OnTimeout
 from agentenv.testing.node import FakeNode
