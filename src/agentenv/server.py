@@ -43,6 +43,7 @@ from agentenv.node.host import Host, NodeSettings
 from agentenv.node.log import log_change
 from agentenv.node.registry import Registry
 from agentenv.node.service import NodeService
+from agentenv.node.spares import Spares, SpareSettings
 from agentenv.node.statistics import NodeStatistics
 from agentenv.node.timings import Timings
 from agentenv.proxy.app import Proxy
@@ -141,7 +142,9 @@ async def _node(settings: Settings) -> AsyncIterator[tuple[NodeService, Proxy]]:
         credentials = await asyncio.to_thread(load_credentials, settings, in_use=bool(known))
         api_key = await asyncio.to_thread(load_api_key, settings)
         operations = Operations()
-        metrics.register(NodeStatistics(slots.statistics, operations.statistics, store.statistics))
+        ahead = SpareSettings(settings.vmm.spares_low, settings.vmm.spares_high)
+        spares = Spares(vmm, slots, clock, runtime / "vm", ahead, balloon=storage.balloon_safe)
+        metrics.register(NodeStatistics(slots.statistics, operations.statistics, store.statistics, spares.statistics))
         host = Host(
             settings=_limits(settings, guest.kernel, guest.initramfs),
             clock=clock,
@@ -158,6 +161,7 @@ async def _node(settings: Settings) -> AsyncIterator[tuple[NodeService, Proxy]]:
             tasks=Tasks("node"),
             timings=Timings(metrics),
             collector=Collector(clock, registry, catalogue, storage),
+            spares=spares,
         )
         node = NodeService(host)
         await node.start()

@@ -77,6 +77,13 @@ class Vmm(Section):
     tb_size_mib: int = Field(
         64, ge=8, le=1024, description="Cache of translated code in each sandbox under tcg, in MiB."
     )
+    spares_high: int = Field(
+        6,
+        ge=0,
+        le=64,
+        description="VMMs kept started ahead of need, in all; 0 keeps none. Each takes a network slot and some memory.",
+    )
+    spares_low: int = Field(6, ge=0, le=64, description="With fewer of them waiting, more are started.")
     command_timeout_s: Seconds = Field(10.0, description="For a monitor to carry out one command, in s.")
 
 

@@ -45,6 +45,15 @@ class Slots(Protocol):
         """
         ...
 
+    async def hand_over(self, slot: Slot, owner: str, policy: EgressPolicy) -> Slot:
+        """Make *owner* the holder of a slot that another holds; *policy* is in force before this returns.
+
+        What is in the slot stays. Raises `NotFound` when *slot* is not held by its owner,
+        `Conflict` when *owner* has a slot, `Invalid` for a policy of too many ranges;
+        failed or cancelled, the slot is its old owner's, under one policy or the other.
+        """
+        ...
+
     async def adopt(self, owner: str, index: int, policy: EgressPolicy) -> Slot:
         """Take back the slot *index* that *owner* held before this process started.
 

@@ -127,6 +127,15 @@ class SlotPool:
             return None
         return self._hold(self._warm.popleft(), owner, policy)
 
+    def hand_over(self, holding: Holding, owner: str, policy: EgressPolicy) -> Holding:
+        """Let *owner* have the slot of *holding*, which is no holding any more."""
+        self.check_can_hold(owner)
+        if self._held.get(holding.index) is not holding:
+            raise NotFound(f"network slot {holding.index} is not held by {holding.owner}")
+        del self._held[holding.index]
+        del self._owners[holding.owner]
+        return self._hold(holding.index, owner, policy)
+
     def check_can_wait(self, waiting: int) -> None:
         """Raises `Exhausted` if, beside the *waiting* callers, there is no slot to come for one more."""
         to_come = len(self._warm) + len(self._making) + len(self._leaving)

@@ -16,7 +16,7 @@ import structlog
 
 from agentenv.aio.clock import Clock
 from agentenv.aio.failpoints import failpoint
-from agentenv.aio.tasks import Tasks
+from agentenv.aio.tasks import Tasks, to_its_end
 from agentenv.model.errors import AgentEnvError, DeadlineExceeded, NotFound, Unavailable
 from agentenv.model.policy import EgressPolicy
 from agentenv.network.contract import Slot
@@ -118,6 +118,17 @@ class PooledSlots:
             self._give_back(holding)
             raise
         return self._slot(holding)
+
+    async def hand_over(self, slot: Slot, owner: str, policy: EgressPolicy) -> Slot:
+        egress = compile_policy(policy)
+        before = self._pool.holding(slot.index, slot.owner)
+        if before is None:
+            raise NotFound(f"network slot {slot.index} is not held by {slot.owner or 'anyone'}")
+        self._pool.check_can_hold(owner)
+        if egress != compile_policy(before.policy):
+            # To its end: the rules and what we know of them stay the same.
+            await to_its_end(f"policy-{slot.index}", self._replace_policy(before, policy))
+        return self._slot(self._pool.hand_over(before, owner, policy))
 
     async def adopt(self, owner: str, index: int, policy: EgressPolicy) -> Slot:
         compile_policy(policy)

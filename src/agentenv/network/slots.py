@@ -103,6 +103,9 @@ class NetworkSlots:
     async def acquire(self, owner: str, policy: EgressPolicy) -> Slot:
         return await self._slots().acquire(owner, policy)
 
+    async def hand_over(self, slot: Slot, owner: str, policy: EgressPolicy) -> Slot:
+        return await self._slots().hand_over(slot, owner, policy)
+
     async def adopt(self, owner: str, index: int, policy: EgressPolicy) -> Slot:
         return await self._slots().adopt(owner, index, policy)
 

@@ -20,6 +20,7 @@ from agentenv.network.contract import Slot, Slots
 from agentenv.node.catalogue import Catalogue
 from agentenv.node.collect import Collector
 from agentenv.node.registry import Registry
+from agentenv.node.spares import Spares
 from agentenv.node.timings import Timings
 from agentenv.state.contract import Quarantined, Store
 from agentenv.storage.contract import Storage
@@ -84,6 +85,7 @@ class Host:
     tasks: Tasks
     timings: Timings
     collector: Collector
+    spares: Spares
     # Every VM that takes up a slot, from the start of its process until the slot is given back.
     held: dict[SandboxId, Live] = field(default_factory=dict)
     # Those of them that serve: neither still starting nor being ended.

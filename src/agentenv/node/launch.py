@@ -8,20 +8,24 @@ removed; a crash after it finds the process and finishes or ends it.
 import secrets
 import uuid
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import replace
 from functools import partial
 
 from agentenv.aio.failpoints import failpoint
 from agentenv.guest.contract import Agent, Identity
-from agentenv.model.errors import Bug, Conflict, NotFound, Unavailable
+from agentenv.model.errors import Bug, Conflict, Exhausted, NotFound, Unavailable
 from agentenv.model.ids import SandboxId
 from agentenv.model.lifecycle import State
 from agentenv.model.sandbox import Sandbox
 from agentenv.model.snapshot import Capture
+from agentenv.network.contract import Slot
 from agentenv.node.alive import while_alive
 from agentenv.node.host import Host, Live
 from agentenv.node.lose import lose
 from agentenv.node.retire import remove_run_dir, retire
+from agentenv.node.spares import Waiting
+from agentenv.node.spares import end as end_spare
 from agentenv.node.undo import undone_on_failure
 from agentenv.vmm.contract import Instance
 
@@ -35,10 +39,9 @@ async def launched(host: Host, sandbox: Sandbox, capture: Capture, *, verb: str)
     leaving with an exception once the sandbox is running: that is durable, and takes a
     verb to undo. Any other exception takes everything down again except the disk.
     """
-    async with undone_on_failure(f"start of {sandbox.id}") as taken:
+    async with _starting(host, sandbox) as taken:
         with host.timings.stage(verb, "acquire"):
-            slot = await host.slots.acquire(sandbox.id, sandbox.egress)
-            taken.push_async_callback(host.slots.release, slot)
+            slot, waiting = await _place(host, sandbox, taken)
             # An attachment cut short may stand, or be left from an end that failed half-way.
             taken.push_async_callback(host.storage.detach, sandbox.id)
             await host.storage.detach(sandbox.id)
@@ -52,11 +55,15 @@ async def launched(host: Host, sandbox: Sandbox, capture: Capture, *, verb: str)
             await host.storage.fill_memory(sandbox.id, pid)
 
         with host.timings.stage(verb, "restore"):
+            device_state = host.storage.blob_path(capture.device_state)
+            spare = waiting.vmm if waiting is not None else None
             try:
-                instance = await host.vmm.restore(plan, host.storage.blob_path(capture.device_state), fill)
+                instance = await host.vmm.restore(plan, device_state, fill, spare)
             except NotFound as error:
                 # Something of the host's has gone (a namespace, a state): no answer to who asked for a template.
                 raise Unavailable(f"the virtual machine could not be started: {error}") from error
+            if waiting is not None:
+                host.spares.used(waiting, instance)
             # From here on a slot must not be given back before its VMM is gone, and `retire` knows how.
             taken.pop_all()
             agent = host.agents.agent(slot.address, secret=host.credentials.control_secret(sandbox.id))
@@ -81,6 +88,31 @@ async def launched(host: Host, sandbox: Sandbox, capture: Capture, *, verb: str)
             if is_running(host, sandbox.id):
                 taken.pop_all()
             raise
+
+
+@asynccontextmanager
+async def _starting(host: Host, sandbox: Sandbox) -> AsyncIterator[AsyncExitStack]:
+    async with undone_on_failure(f"start of {sandbox.id}") as taken:
+        with host.spares.starting():
+            yield taken
+
+
+async def _place(host: Host, sandbox: Sandbox, taken: AsyncExitStack) -> tuple[Slot, Waiting | None]:
+    """A slot for the sandbox, with a VMM that waits in it if there is one of its shape."""
+    waiting = host.spares.take(sandbox.machine)
+    if waiting is not None:
+        # Undone last first: its slot must not be given back before it is gone, whoever holds that by then.
+        taken.push_async_callback(host.slots.release, replace(waiting.slot, owner=sandbox.id))
+        taken.push_async_callback(end_spare, host.slots, waiting)
+        return await host.slots.hand_over(waiting.slot, sandbox.id, sandbox.egress), waiting
+    try:
+        slot = await host.slots.acquire(sandbox.id, sandbox.egress)
+    except Exhausted:
+        if not await host.spares.give_way():
+            raise
+        slot = await host.slots.acquire(sandbox.id, sandbox.egress)
+    taken.push_async_callback(host.slots.release, slot)
+    return slot, None
 
 
 async def answering(host: Host, sandbox: Sandbox, instance: Instance, agent: Agent, *, secret: str | None) -> None:

@@ -15,6 +15,7 @@ from agentenv.guest.contract import GuestMetrics
 from agentenv.model.errors import AgentEnvError, Conflict, Invalid, NotFound
 from agentenv.model.ids import SandboxId, new_sandbox_id, parse_sandbox_id
 from agentenv.model.lifecycle import State
+from agentenv.model.machine import Machine
 from agentenv.model.policy import EgressPolicy
 from agentenv.model.sandbox import CreateSandbox, Forked, OnTimeout, Sandbox
 from agentenv.model.snapshot import Snapshot, Source
@@ -65,6 +66,7 @@ class NodeService:
             )
         else:
             self._host.tasks.start("collector", self._host.collector.run())
+        self._host.spares.start(self._likely())
         self._host.tasks.start("machine gauge", self._gauge.run(self._host.clock))
         return repaired
 
@@ -75,6 +77,7 @@ class NodeService:
         await self._host.tasks.close()
         for held in list(self._host.held.values()):
             await held.agent.close()
+        await self._host.spares.close()
 
     # Sandboxes
 
@@ -250,6 +253,11 @@ class NodeService:
         return machine.info(self._host, self._counts, self._gauge, stopping=self._stopping)
 
     # Inside
+
+    def _likely(self) -> list[Machine]:
+        """What will be started first, as far as the last starts tell: the machine of what was started last."""
+        known = self._host.catalogue.all()
+        return [max(known, key=lambda s: s.last_spawned_at or s.created_at).machine] if known else []
 
     def _known(self, sandbox_id: str) -> SandboxId:
         """The id of a sandbox that is there and not being deleted; `NotFound` otherwise."""

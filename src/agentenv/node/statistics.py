@@ -8,11 +8,12 @@ from prometheus_client.registry import Collector
 from agentenv.aio.operations import OperationStatistics
 from agentenv.model.errors import Unavailable
 from agentenv.network.slots import NetworkStatistics
+from agentenv.node.spares import SpareStatistics
 from agentenv.state.connection import ConnectionStatistics
 
 
 class NodeStatistics(Collector):
-    """Shows the statistics of the network, the operations and the store; register it once.
+    """Shows the statistics of the network, the operations, the store and the spare VMMs; register it once.
 
     A part that is not started or closed already is left out, and the others are shown.
     """
@@ -22,13 +23,15 @@ class NodeStatistics(Collector):
         network: Callable[[], NetworkStatistics],
         operations: Callable[[], OperationStatistics],
         store: Callable[[], ConnectionStatistics],
+        spares: Callable[[], SpareStatistics],
     ) -> None:
         self._network = network
         self._operations = operations
         self._store = store
+        self._spares = spares
 
     def collect(self) -> Iterator[Metric]:
-        for show in (self._of_network, self._of_operations, self._of_store):
+        for show in (self._of_network, self._of_operations, self._of_store, self._of_spares):
             try:
                 shown = list(show())
             except Unavailable:
@@ -114,6 +117,24 @@ class NodeStatistics(Collector):
             "Jobs of the database, the commits that they shared, and failures.",
             "event",
             {"job": now.jobs, "commit": now.commits, "failure": now.failures},
+        )
+
+    def _of_spares(self) -> Iterator[Metric]:
+        now = self._spares()
+        yield GaugeMetricFamily("agentenv_spare_vmms", "VMMs that wait for a sandbox.", now.waiting)
+        yield _counter(
+            "agentenv_spare_vmm_events",
+            "Starts that took a waiting VMM (hit), found none (miss) or got one that had to be replaced (broken); "
+            "VMMs made ahead of need, ended while they waited (died), and not made (failure).",
+            "event",
+            {
+                "hit": now.hits,
+                "miss": now.misses,
+                "broken": now.broken,
+                "made": now.made,
+                "died": now.died,
+                "failure": now.failures,
+            },
         )
 
 

@@ -7,6 +7,7 @@ from agentenv.model.lifecycle import State
 from agentenv.model.sandbox import Sandbox
 from agentenv.node.catalogue import parts_of
 from agentenv.testing.host import FakeHost
+from agentenv.vmm.contract import SparePlan
 
 
 async def faults(fake: FakeHost) -> list[str]:
@@ -77,12 +78,14 @@ def _left_over(fake: FakeHost) -> Iterator[str]:
     host, world = fake.host, fake.world
     running = {s.id for s in host.registry.all() if s.state is State.RUNNING}
     known = {s.id for s in host.registry.all()}
+    spares = {spare.slot.owner: spare.vmm.process for spare in host.spares.waiting()}
     for process in world.hypervisor.alive:
-        if process.plan.sandbox_id not in running:
-            yield f"stray VMM of {process.plan.sandbox_id}"
-    if len(world.hypervisor.alive) > len(running):
+        owner = process.plan.name if isinstance(process.plan, SparePlan) else process.plan.sandbox_id
+        if owner not in running and spares.get(owner) != process.identity:
+            yield f"stray VMM of {owner}"
+    if len(world.hypervisor.alive) > len(running) + len(spares):
         yield "more VMMs than running sandboxes"
-    if slots := world.slots.held().keys() - running:
+    if slots := world.slots.held().keys() - running - spares.keys():
         yield f"slots held by {slots}"
     if owners := world.storage.owners() - known:
         yield f"disks or memory of {owners}"
@@ -93,7 +96,7 @@ def _left_over(fake: FakeHost) -> Iterator[str]:
     if world.guests.open_agents != len(running):
         yield f"{world.guests.open_agents} agent connections for {len(running)} guests"
     run_dirs = {path.stem for path in (host.settings.runtime_dir / "vm").glob("*")}
-    if run_dirs != running:
+    if run_dirs != running | spares.keys():
         yield f"run directories differ from running sandboxes: {run_dirs ^ running}"
     if host.operations.statistics().in_progress or host.operations.statistics().stuck:
         yield repr(host.operations)

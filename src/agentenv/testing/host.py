@@ -32,6 +32,7 @@ from agentenv.node.collect import Collector
 from agentenv.node.host import Host, NodeSettings
 from agentenv.node.registry import Registry
 from agentenv.node.service import NodeService
+from agentenv.node.spares import Spares, SpareSettings
 from agentenv.node.timings import Timings
 from agentenv.state.contract import Store
 from agentenv.storage.contract import Storage
@@ -207,14 +208,18 @@ class World:
 class FakeHost:
     """One server of *world*. Use `start`, then ``node``; ``host`` is what verbs are given."""
 
-    def __init__(self, world: World, **settings: Any) -> None:
+    def __init__(self, world: World, *, spares: int = 0, **settings: Any) -> None:
+        """*spares*: how many VMMs it keeps waiting; *settings* replace those of a node."""
         self.world = world
+        self._ahead = SpareSettings(spares, spares)
         self.taps = Taps()
         self.vmm = FakeVmm(world.hypervisor)
         self.metrics = CollectorRegistry()
         self._settings = settings
         store = cast("Store", Tapped(world.store, "store", self.taps))
         storage = cast("Storage", Tapped(world.storage, "storage", self.taps))
+        slots = cast("Slots", Tapped(world.slots, "slots", self.taps))
+        vmm = cast("Vmm", Tapped(self.vmm, "vmm", self.taps))
         registry = Registry(store)
         catalogue = Catalogue(store, storage)
         root = world.root
@@ -226,8 +231,8 @@ class FakeHost:
             registry=registry,
             catalogue=catalogue,
             storage=storage,
-            slots=cast("Slots", Tapped(world.slots, "slots", self.taps)),
-            vmm=cast("Vmm", Tapped(self.vmm, "vmm", self.taps)),
+            slots=slots,
+            vmm=vmm,
             fingerprint=FINGERPRINT,
             agents=cast("Agents", Tapped(world.guests, "guests", self.taps)),
             credentials=FakeCredentials(),
@@ -235,6 +240,7 @@ class FakeHost:
             tasks=Tasks("node"),
             timings=Timings(self.metrics),
             collector=Collector(world.clock, registry, catalogue, storage),
+            spares=Spares(vmm, slots, world.clock, root / "run/vm", self._ahead, balloon=storage.balloon_safe),
         )
         self.node = NodeService(self.host)
 
@@ -258,12 +264,13 @@ class FakeHost:
         self.taps.sever()
         await self.host.operations.close()
         await self.host.tasks.close()
+        await self.host.spares._tasks.close()  # noqa: SLF001 - its VMMs stay, as after a kill
         world = self.world
         await world.storage.close()
         await world.store.close()
         world.slots = world.slots.restarted()
         world.guests.open_agents = 0
-        return FakeHost(world, **self._settings)
+        return FakeHost(world, spares=self._ahead.high, **self._settings)
 
     async def create(self, **request: Any) -> Sandbox:
         return await self.node.create(CreateSandbox(**{"template": TEMPLATE, "timeout_s": 300, **request}))

@@ -50,6 +50,16 @@ class FakeSlots:
         self.policies[holding.index] = policy
         return self._slot(holding)
 
+    async def hand_over(self, slot: Slot, owner: str, policy: EgressPolicy) -> Slot:
+        compile_policy(policy)
+        self._fail("hand_over")
+        before = self._pool.holding(slot.index, slot.owner)
+        if before is None:
+            raise NotFound(f"network slot {slot.index} is not held by {slot.owner or 'anyone'}")
+        holding = self._pool.hand_over(before, owner, policy)
+        self.policies[holding.index] = policy
+        return self._slot(holding)
+
     async def adopt(self, owner: str, index: int, policy: EgressPolicy) -> Slot:
         compile_policy(policy)
         self._fail("adopt")

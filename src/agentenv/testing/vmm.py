@@ -8,14 +8,16 @@ are made up; no process of the real host is ever touched.
 import asyncio
 import itertools
 import json
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
+from agentenv.aio.tasks import spawn
 from agentenv.model.errors import Bug, Conflict, NotFound, Unavailable
 from agentenv.model.machine import BlockTarget, Fingerprint, ProcessIdentity
-from agentenv.vmm.contract import Prepare, VmmExit, VmPlan
+from agentenv.vmm.contract import Prepare, Spare, SparePlan, VmmExit, VmPlan
 
 FINGERPRINT: Final = Fingerprint("fake", "1.0", "none", "none", "0" * 64)
 KILLED: Final = -9
@@ -28,8 +30,8 @@ class FakeProcess:
     """One VMM on a `FakeHypervisor`. ``code`` is set once it has ended."""
 
     identity: ProcessIdentity
-    plan: VmPlan
-    disk: BlockTarget
+    plan: VmPlan | SparePlan
+    disk: BlockTarget | None
     running: bool = False
     loaded: bool = True
     code: int | None = None
@@ -58,9 +60,10 @@ class FakeHypervisor:
     def alive(self) -> list[FakeProcess]:
         return [process for process in self.processes.values() if process.alive]
 
-    def start(self, plan: VmPlan, *, running: bool) -> FakeProcess:
+    def start(self, plan: VmPlan | SparePlan, *, running: bool) -> FakeProcess:
         pid = next(self._pids)
-        process = FakeProcess(ProcessIdentity(pid, start_time=pid), plan, plan.disk, running)
+        disk = plan.disk if isinstance(plan, VmPlan) else None
+        process = FakeProcess(ProcessIdentity(pid, start_time=pid), plan, disk, running)
         self.processes[pid] = process
         return process
 
@@ -105,10 +108,21 @@ class FakeVmm:
         _make_run_dir(plan)
         return FakeInstance(self, self.hypervisor.start(plan, running=True))
 
-    async def restore(self, plan: VmPlan, device_state: Path, prepare: Prepare) -> "FakeInstance":
-        _check_device_state(device_state)
+    async def start_spare(self, plan: SparePlan) -> "FakeSpare":
+        await self.step("start_spare", plan.name)
         _make_run_dir(plan)
-        process = self.hypervisor.start(plan, running=False)
+        return FakeSpare(self, plan, self.hypervisor.start(plan, running=False))
+
+    async def restore(
+        self, plan: VmPlan, device_state: Path, prepare: Prepare, spare: Spare | None = None
+    ) -> "FakeInstance":
+        try:
+            _check_device_state(device_state)
+            process = await self._waiting(plan, spare)
+        except BaseException:
+            if spare is not None:
+                await spare.stop()
+            raise
         process.loaded = False
         try:
             await self.step("restore", plan.sandbox_id)
@@ -120,6 +134,14 @@ class FakeVmm:
             raise
         process.loaded = True
         return FakeInstance(self, process)
+
+    async def _waiting(self, plan: VmPlan, spare: Spare | None) -> FakeProcess:
+        if isinstance(spare, FakeSpare):
+            if spare.is_alive and spare.plan.fits(plan) and "furnish" not in self.fail:
+                return spare.become(plan)
+            await spare.stop()
+        _make_run_dir(plan)
+        return self.hypervisor.start(plan, running=False)
 
     async def adopt(self, plan: VmPlan, process: ProcessIdentity) -> "FakeInstance":
         await self.step("adopt", plan.sandbox_id)
@@ -151,6 +173,43 @@ class FakeVmm:
 
 
 @dataclass(eq=False, slots=True)
+class FakeSpare:
+    """See `agentenv.vmm.contract.Spare`. A failure of "furnish" is found out when it is used."""
+
+    vmm: FakeVmm
+    plan: SparePlan
+    vm: FakeProcess
+    taken: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def process(self) -> ProcessIdentity:
+        return self.vm.identity
+
+    @property
+    def is_alive(self) -> bool:
+        return self.vm.alive and not self.taken.is_set()
+
+    def become(self, plan: VmPlan) -> FakeProcess:
+        self.plan.run_dir.rename(plan.run_dir)
+        self.vm.plan, self.vm.disk = plan, plan.disk
+        self.taken.set()
+        return self.vm
+
+    async def wait_exit(self) -> None:
+        ended, taken = spawn("ended", self.vm.ended.wait()), spawn("taken", self.taken.wait())
+        try:
+            await asyncio.wait((ended, taken), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            ended.cancel()
+            taken.cancel()
+
+    async def stop(self) -> None:
+        if not self.taken.is_set():
+            self.vm.end(KILLED)
+            shutil.rmtree(self.plan.run_dir, ignore_errors=True)
+
+
+@dataclass(eq=False, slots=True)
 class FakeInstance:
     """See `agentenv.vmm.contract.Instance`. ``vm`` is the process behind it."""
 
@@ -163,6 +222,7 @@ class FakeInstance:
 
     @property
     def plan(self) -> VmPlan:
+        assert isinstance(self.vm.plan, VmPlan)
         return self.vm.plan
 
     async def pause(self) -> None:
@@ -207,7 +267,7 @@ class FakeInstance:
             raise Unavailable("the VMM never got its device state")
 
 
-def _make_run_dir(plan: VmPlan) -> None:
+def _make_run_dir(plan: VmPlan | SparePlan) -> None:
     plan.run_dir.mkdir(parents=True, exist_ok=True)
 
 

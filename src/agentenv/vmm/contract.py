@@ -33,6 +33,26 @@ class VmPlan:
 
 
 @dataclass(frozen=True, slots=True)
+class SparePlan:
+    """A VMM that is started before it is known for whom: all of a `VmPlan` that its first moments need."""
+
+    name: str
+    machine: Machine
+    netns: Path
+    tap: str
+    run_dir: Path  # becomes that of the sandbox; beside it, so that the driver finds it in the same way
+    balloon: bool = False
+
+    def fits(self, plan: VmPlan) -> bool:
+        """Whether a spare made by this plan can become the VMM of *plan*. Disks are of any size."""
+        return (
+            self.machine.vcpu_count == plan.machine.vcpu_count
+            and self.machine.memory_mib == plan.machine.memory_mib
+            and (self.netns, self.tap, self.balloon) == (plan.netns, plan.tap, plan.balloon)
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class VmmExit:
     """How a VMM ended: ``code`` is negative for a signal, 0 where the guest ended itself (power-off,
     reboot, panic), None where it was not our child.
@@ -100,6 +120,32 @@ class Instance(Protocol):
         ...
 
 
+class Spare(Protocol):
+    """A VMM without memory and disk, waiting in a network slot until a sandbox needs one."""
+
+    @property
+    def process(self) -> ProcessIdentity: ...
+
+    @property
+    def plan(self) -> SparePlan: ...
+
+    @property
+    def is_alive(self) -> bool:
+        """As far as is known without asking it: one that hangs is found out when it is used."""
+        ...
+
+    async def wait_exit(self) -> None:
+        """Return when it has ended, or has been given to a restore."""
+        ...
+
+    async def stop(self) -> None:
+        """Kill it, remove its directory and return when the process is gone. Idempotent.
+
+        Does nothing to a VMM that a restore has taken over. Raises `Unavailable` if it does not end.
+        """
+        ...
+
+
 class Vmm(Protocol):
     """A driver."""
 
@@ -114,8 +160,16 @@ class Vmm(Protocol):
         """Start a fresh VM on zeroed memory; return when it runs (not when the guest is ready)."""
         ...
 
-    async def restore(self, plan: VmPlan, device_state: Path, prepare: Prepare) -> Instance:
+    async def start_spare(self, plan: SparePlan) -> Spare:
+        """Start a VMM ahead of need; return when it waits. Cancelled or failed, nothing of it is left."""
+        ...
+
+    async def restore(self, plan: VmPlan, device_state: Path, prepare: Prepare, spare: Spare | None = None) -> Instance:
         """Start a VMM, let *prepare* finish its memory, load *device_state*; return it paused.
+
+        *spare*, one of this driver's whose plan fits, becomes that VMM, in *plan*'s
+        directory, and from the call on it is no spare any more, also when this raises.
+        One that turns out to be dead or silent is ended, and a VMM started as without it.
 
         *prepare* is called with the pid once the memory path is mapped and before any
         device state is loaded. Cancelled or failed, no process is left behind. Raises

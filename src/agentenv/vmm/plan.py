@@ -2,7 +2,8 @@
 
 The devices and their order are part of every snapshot: device state loads only into
 a machine that is put together in the same way. What differs between a boot and a
-restore is listed in `argv`, and nothing else may differ.
+restore is listed in `argv`, and nothing else may differ. A spare (`spare_argv`) is
+given the rest of its machine later, by `furnishing`.
 """
 
 import json
@@ -15,7 +16,7 @@ from typing import Final, Literal
 from agentenv.model.errors import Invalid
 from agentenv.model.machine import INIT_PATH, BlockTarget
 from agentenv.vmm.console import CONSOLE_RING, CONSOLE_RING_BYTES, EARLY_RING, EARLY_RING_BYTES
-from agentenv.vmm.contract import VmPlan
+from agentenv.vmm.contract import SparePlan, VmPlan
 
 GUEST_MAC: Final = "02:ae:00:00:00:21"  # of the network contract: it is in every guest's memory
 MONITOR_SOCKET: Final = "qmp.sock"
@@ -32,10 +33,10 @@ MAX_VCPUS: Final = 64
 MEMORY_MIB: Final = range(64, 1 << 20)
 _INTERFACE_NAME: Final = re.compile(r"[A-Za-z0-9._-]{1,15}")
 
+_INCOMING: Final = ("-S", "-incoming", "defer")
 SANDBOX: Final = "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny"
-_MACHINE: Final = (
-    "microvm,acpi=on,pit=off,pic=off,rtc=on,memory-backend=memory,mem-merge=off,dump-guest-core=off,suppress-vmdesc=on"
-)
+MEMORY: Final = "memory"  # the name of the object that guest memory is
+_MACHINE: Final = "microvm,acpi=on,pit=off,pic=off,rtc=on,mem-merge=off,dump-guest-core=off,suppress-vmdesc=on"
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +56,13 @@ def check(plan: VmPlan) -> None:
             f"the path of the monitor socket has {socket_bytes} bytes, and may have {MAX_SOCKET_PATH_BYTES}",
             hint="choose a shorter runtime directory",
         )
+    check_shape(plan)
+    if plan.init is not None and not re.fullmatch(INIT_PATH, plan.init):
+        raise Invalid(f"{plan.init!r} cannot be given to the guest kernel as the path of an init")
+
+
+def check_shape(plan: VmPlan | SparePlan) -> None:
+    """Raise `Invalid` for a machine that no VMM makes."""
     machine = plan.machine
     if not 1 <= machine.vcpu_count <= MAX_VCPUS:
         raise Invalid(f"{machine.vcpu_count} virtual CPUs: between 1 and {MAX_VCPUS} are possible")
@@ -62,11 +70,9 @@ def check(plan: VmPlan) -> None:
         raise Invalid(f"{machine.memory_mib} MiB of memory: between 64 and {MEMORY_MIB.stop - 1} are possible")
     if not _INTERFACE_NAME.fullmatch(plan.tap):
         raise Invalid(f"{plan.tap!r} is not the name of a network interface")
-    if plan.init is not None and not re.fullmatch(INIT_PATH, plan.init):
-        raise Invalid(f"{plan.init!r} cannot be given to the guest kernel as the path of an init")
 
 
-def monitor_path(plan: VmPlan) -> Path:
+def monitor_path(plan: VmPlan | SparePlan) -> Path:
     return plan.run_dir / MONITOR_SOCKET
 
 
@@ -77,20 +83,65 @@ def argv(binary: Path, plan: VmPlan, engine: Engine, *, monitor_fd: int, incomin
     and leaving it out saves the VMM a copy of it in memory and a third of its start.
     """
     return [
+        *_process(binary, plan, plan.sandbox_id, monitor_fd),
+        *("-machine", f"{_MACHINE},memory-backend={MEMORY}", "-object", _memory(plan)),
+        *("-blockdev", json.dumps(block_node(FIRST_DISK_NODE, plan.disk))),
+        *_parts(plan, engine),
+        *(_INCOMING if incoming else _kernel(plan, engine)),
+    ]
+
+
+def spare_argv(binary: Path, plan: SparePlan, engine: Engine, *, monitor_fd: int) -> list[str]:
+    """Return the command line of a VMM that waits, its machine not yet built, to be told memory and disk.
+
+    Told them by `furnishing` it is what `argv` starts with *incoming*, device for device.
+    """
+    return [
+        *_process(binary, plan, plan.name, monitor_fd),
+        *("-machine", _MACHINE),
+        *_parts(plan, engine),
+        *_INCOMING,
+        "-preconfig",
+    ]
+
+
+def furnishing(plan: VmPlan) -> list[tuple[str, dict[str, object]]]:
+    """Return the commands of the monitor, in order, that make a spare the VMM of *plan*."""
+    memory: dict[str, object] = {
+        "qom-type": "memory-backend-file",
+        "id": MEMORY,
+        "size": plan.machine.memory_bytes,
+        "mem-path": str(plan.memory_path),
+        "share": False,
+    }
+    backend: dict[str, object] = {"path": "/machine", "property": "memory-backend", "value": f"/objects/{MEMORY}"}
+    return [
+        ("object-add", memory),
+        ("qom-set", backend),
+        ("blockdev-add", block_node(FIRST_DISK_NODE, plan.disk)),
+        ("x-exit-preconfig", {}),
+    ]
+
+
+def _process(binary: Path, plan: VmPlan | SparePlan, name: str, monitor_fd: int) -> list[str]:
+    return [
         str(binary),
-        *("-name", f"guest={_escaped(plan.sandbox_id)},process=aenv-vm"),
+        *("-name", f"guest={_escaped(name)},process=aenv-vm"),
         *("-pidfile", str(plan.run_dir / PID_FILE)),
         *("-nodefaults", "-no-user-config", "-display", "none", "-sandbox", SANDBOX),
         # A guest that powers off, reboots or panics stands still until its last words have been read.
         *("-action", "reboot=shutdown,shutdown=pause,panic=pause"),
-        *("-machine", _MACHINE, "-accel", _accelerator(engine), "-cpu", CPU_MODELS[engine.accelerator]),
-        *("-smp", str(plan.machine.vcpu_count), "-m", f"{plan.machine.memory_mib}M"),
-        *("-object", _memory(plan)),
-        *("-global", "migration.send-configuration=off", "-global", "migration.x-events=on"),
-        *_devices(plan),
         *("-chardev", f"socket,id=monitor,fd={monitor_fd},server=on,wait=off"),
         *("-mon", "chardev=monitor,mode=control"),
-        *(("-S", "-incoming", "defer") if incoming else _kernel(plan, engine)),
+    ]
+
+
+def _parts(plan: VmPlan | SparePlan, engine: Engine) -> list[str]:
+    return [
+        *("-accel", _accelerator(engine), "-cpu", CPU_MODELS[engine.accelerator]),
+        *("-smp", str(plan.machine.vcpu_count), "-m", f"{plan.machine.memory_mib}M"),
+        *("-global", "migration.send-configuration=off", "-global", "migration.x-events=on"),
+        *_devices(plan),
     ]
 
 
@@ -152,7 +203,7 @@ def _memory(plan: VmPlan) -> str:
     return f"memory-backend-file,id=memory,size={size},mem-path={_escaped(plan.memory_path)},share=off"
 
 
-def _devices(plan: VmPlan) -> list[str]:
+def _devices(plan: VmPlan | SparePlan) -> list[str]:
     """In the order of their slots. A new one goes last, or no older snapshot loads."""
     devices = [
         *("-chardev", f"ringbuf,id={EARLY_RING},size={EARLY_RING_BYTES}", "-serial", f"chardev:{EARLY_RING}"),
@@ -160,7 +211,6 @@ def _devices(plan: VmPlan) -> list[str]:
         *("-device", "virtio-serial-device", "-device", f"virtconsole,chardev={CONSOLE_RING}"),
         *("-netdev", f"tap,id=net,ifname={plan.tap},script=no,downscript=no,vhost=off"),
         *("-device", f"virtio-net-device,netdev=net,mac={GUEST_MAC}"),
-        *("-blockdev", json.dumps(block_node(FIRST_DISK_NODE, plan.disk))),
         *("-device", f"virtio-blk-device,id={DISK_DEVICE},drive={FIRST_DISK_NODE}"),
         *("-object", "rng-random,id=rng,filename=/dev/urandom", "-device", "virtio-rng-device,rng=rng"),
     ]

@@ -18,16 +18,17 @@ import structlog
 
 from agentenv.aio.failures import FULL
 from agentenv.aio.tasks import Tasks, to_its_end
-from agentenv.model.errors import Bug, Exhausted, Invalid, NoSpace, NotFound, Unavailable, Unsupported
+from agentenv.model.errors import AgentEnvError, Bug, Exhausted, Invalid, NoSpace, NotFound, Unavailable, Unsupported
 from agentenv.model.machine import Fingerprint, ProcessIdentity
 from agentenv.vmm.accelerator import probe_accelerator
 from agentenv.vmm.console import OutputLog, tail
-from agentenv.vmm.contract import Prepare, VmPlan
+from agentenv.vmm.contract import Prepare, Spare, SparePlan, VmPlan
 from agentenv.vmm.fingerprint import probe
 from agentenv.vmm.instance import KILL_TIMEOUT_S, QemuInstance
-from agentenv.vmm.plan import PID_FILE, Engine, argv, check, monitor_path
+from agentenv.vmm.plan import PID_FILE, Engine, argv, check, check_shape, monitor_path, spare_argv
 from agentenv.vmm.process import Process, is_alive, kill_all, read_identity
 from agentenv.vmm.qmp import Monitor, by_text
+from agentenv.vmm.spare import QemuSpare, check_memory, ended
 from agentenv.vmm.spawn import FIRST_INHERITED, Spawner
 from agentenv.vmm.tsc import tsc_khz
 
@@ -60,6 +61,7 @@ class QemuVmm:
         self._spawner = Spawner()
         self._tasks = Tasks("vmm")
         self._instances: set[QemuInstance] = set()
+        self._spares: set[QemuSpare] = set()
         self._probing = asyncio.Lock()
         self._engine: Engine | None = None
         self._fingerprint: Fingerprint | None = None
@@ -70,6 +72,9 @@ class QemuVmm:
     async def close(self) -> None:
         """Let go of every instance; the VMs run on. No call may follow."""
         await self._tasks.close()
+        for spare in list(self._spares):
+            spare.release()
+        self._spares.clear()
         for instance in list(self._instances):
             instance.release()
         self._instances.clear()
@@ -91,7 +96,7 @@ class QemuVmm:
         engine = await self._choose_engine()
         if engine.accelerator == "tcg":
             engine = Engine(engine.accelerator, engine.tb_size_mib, await asyncio.to_thread(tsc_khz))
-        instance = await self._start(plan, engine, None)
+        instance = await self._start(plan, engine, incoming=False)
         try:
             await instance.begin()
         except BaseException:
@@ -99,8 +104,30 @@ class QemuVmm:
             raise
         return instance
 
-    async def restore(self, plan: VmPlan, device_state: Path, prepare: Prepare) -> QemuInstance:
+    async def start_spare(self, plan: SparePlan) -> QemuSpare:
+        check_shape(plan)
+        line = spare_argv(self._find_binary(), plan, await self._choose_engine(), monitor_fd=FIRST_INHERITED)
+        try:
+            spare = QemuSpare(plan, *await self._spawn(plan, line))
+        except BaseException:
+            await to_its_end("remove run directory", asyncio.to_thread(shutil.rmtree, plan.run_dir, True))
+            raise
+        self._spares.add(spare)
+        spare.on_done(lambda: self._spares.discard(spare))
+        return spare
+
+    async def restore(
+        self, plan: VmPlan, device_state: Path, prepare: Prepare, spare: Spare | None = None
+    ) -> QemuInstance:
         """See `Vmm`. `Bug` if QEMU does not take the state, with what it says; `NotFound` if there is no state."""
+        try:
+            return await self._restore(plan, device_state, prepare, spare)
+        except BaseException:
+            if spare is not None:
+                await to_its_end("stop spare VMM", spare.stop())
+            raise
+
+    async def _restore(self, plan: VmPlan, device_state: Path, prepare: Prepare, spare: Spare | None) -> QemuInstance:
         engine = await self._choose_engine()
         reader, writer = os.pipe2(os.O_CLOEXEC)
         try:
@@ -109,7 +136,7 @@ class QemuVmm:
                 await to_its_end("read device state", fill)
             finally:
                 os.close(writer)
-            instance = await self._start(plan, engine, reader)
+            instance = await self._waiting(plan, engine, spare)
             try:
                 await prepare(instance.process.pid)
                 await self._load(instance, reader)
@@ -164,10 +191,30 @@ class QemuVmm:
         instance.on_end(lambda: self._instances.discard(instance))
         return instance
 
-    async def _start(self, plan: VmPlan, engine: Engine, state: int | None) -> QemuInstance:
-        """Start a VMM and shake hands with it; *state* not None: one that waits for device state."""
+    async def _waiting(self, plan: VmPlan, engine: Engine, spare: Spare | None) -> QemuInstance:
+        """Return a VMM that waits for device state: *spare*, or a new one if that is no good."""
+        if isinstance(spare, QemuSpare):
+            try:
+                check(plan)
+                instance = await spare.furnish(plan, self._tasks)
+            except (NotFound, Invalid):
+                raise
+            except AgentEnvError as error:
+                await ended(spare, error)
+            else:
+                self._spares.discard(spare)
+                return self._hold(instance)
+        return await self._start(plan, engine, incoming=True)
+
+    async def _start(self, plan: VmPlan, engine: Engine, *, incoming: bool) -> QemuInstance:
+        """Start a VMM and shake hands with it; *incoming*: one that waits for device state."""
         check(plan)
-        line = argv(self._find_binary(), plan, engine, monitor_fd=FIRST_INHERITED, incoming=state is not None)
+        await asyncio.to_thread(check_memory, plan)
+        line = argv(self._find_binary(), plan, engine, monitor_fd=FIRST_INHERITED, incoming=incoming)
+        process, monitor, output = await self._spawn(plan, line)
+        return self._hold(QemuInstance(plan, process, monitor, output, self._tasks))
+
+    async def _spawn(self, plan: VmPlan | SparePlan, line: list[str]) -> tuple[Process, Monitor, OutputLog]:
         output = OutputLog.create()
         try:
             with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
@@ -186,7 +233,7 @@ class QemuVmm:
             if why is error:
                 raise
             raise why from error
-        return self._hold(QemuInstance(plan, process, monitor, output, self._tasks))
+        return process, monitor, output
 
     async def _load(self, instance: QemuInstance, state: int) -> None:
         try:
@@ -223,15 +270,8 @@ async def _end(process: Process, output: OutputLog, error: BaseException) -> Bas
         output.close()
 
 
-def _make_run_dir(plan: VmPlan, listener: socket.socket) -> None:
+def _make_run_dir(plan: VmPlan | SparePlan, listener: socket.socket) -> None:
     """Make the directory, and *listener* the socket in it that the VMM's monitor will answer."""
-    try:
-        size = plan.memory_path.stat().st_size
-    except OSError as error:
-        raise NotFound(f"guest memory {plan.memory_path}: {error.strerror}") from error
-    if size < plan.machine.memory_bytes:
-        # QEMU would make the file longer, and it may be shared.
-        raise Invalid(f"guest memory {plan.memory_path} has {size} bytes, not {plan.machine.memory_bytes}")
     try:
         plan.run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         path = monitor_path(plan)

@@ -237,7 +237,8 @@ class Monitor:
     async def _exchange(self, command: str, arguments: dict[str, Json], fds: Sequence[int]) -> Answer | Refusal:
         pending = self._pending = _Pending(next(self._ids))
         try:
-            self._send({"execute": command, "arguments": arguments, "id": pending.id}, fds)
+            message = {"execute": command, "id": pending.id}
+            self._send(message | {"arguments": arguments} if arguments else message, fds)
             return await pending.future
         finally:
             self._pending = None
@@ -246,7 +247,8 @@ class Monitor:
     def _send(self, message: Mapping[str, Json], fds: Sequence[int]) -> None:
         if self._lost is not None:
             raise Unavailable(self._lost)
-        data = json.dumps(message).encode() + b"\n"
+        # QEMU reads its monitor a byte at a time, several system calls for each: 200 blanks are a millisecond.
+        data = json.dumps(message, separators=(",", ":")).encode() + b"\n"
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
         try:
             sent = self._socket.sendmsg([data], rights)
