@@ -278,6 +278,9 @@ def _make_run_dir(plan: VmPlan | SparePlan, listener: socket.socket) -> None:
         path.unlink(missing_ok=True)
         listener.bind(str(path))
         listener.listen(1)
+        # Two threads of QEMU may wake up for one connection while it starts: the one that finds it taken must
+        # not wait in the kernel for the next, with the whole VMM behind it (seen once in 2500 starts).
+        listener.setblocking(False)
     except OSError as error:
         message = f"cannot make {plan.run_dir}: {error.strerror}"
         raise NoSpace(message) if error.errno in FULL else Bug(message) from error
