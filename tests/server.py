@@ -110,6 +110,14 @@ class Server:
             status, content = error.code, error.read()
         return status, json.loads(content) if content else None
 
+    def metric(self, name: str) -> float:
+        """The value of the metric that has no labels and is called *name*."""
+        with urllib.request.urlopen(
+            urllib.request.Request(f"{self.url}/metrics", headers={"X-API-Key": self.api_key}), timeout=10
+        ) as answer:
+            lines = answer.read().decode().splitlines()
+        return float(next(line.split()[1] for line in lines if line.startswith(f"{name} ")))
+
     def create(self, template: str = "base", **more: object) -> str:
         status, body = self.call("POST", "/v2/sandboxes", {"templateID": template, "timeout": 600, **more})
         assert status == 201, body

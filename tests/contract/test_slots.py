@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
+from dataclasses import replace
 from ipaddress import IPv4Network
 from pathlib import Path
 from typing import Protocol
@@ -153,6 +154,32 @@ async def test_nobody_releases_the_slot_of_another_owner(node: Node) -> None:
     await node.slots.release(Slot(index=slot.index, address=slot.address, netns=slot.netns, owner="two"))
 
     assert node.slots.held() == {"one": slot.index}
+
+
+async def test_a_slot_that_is_handed_over_is_the_new_owner_s_alone(node: Node) -> None:
+    slot = await node.slots.acquire("one", OPEN)
+
+    handed = await node.slots.hand_over(slot, "two", CLOSED)
+
+    assert (handed.owner, handed.index, handed.netns) == ("two", slot.index, slot.netns)
+    await node.slots.release(slot)  # of the old owner: nothing happens
+    assert node.slots.held() == {"two": slot.index}
+    await node.slots.apply(handed, OPEN)
+    await node.slots.release(handed)
+    assert node.slots.held() == {}
+
+
+async def test_a_slot_is_not_handed_over_by_a_stranger_or_to_an_owner_of_one(node: Node) -> None:
+    slot, other = await node.slots.acquire("one", OPEN), await node.slots.acquire("two", OPEN)
+
+    with pytest.raises(Conflict):
+        await node.slots.hand_over(slot, "two", OPEN)
+    with pytest.raises(NotFound):
+        await node.slots.hand_over(replace(slot, owner="three"), "four", OPEN)
+    with pytest.raises(Invalid):
+        await node.slots.hand_over(slot, "four", TOO_LONG)
+
+    assert node.slots.held() == {"one": slot.index, "two": other.index}
 
 
 async def test_a_policy_can_be_replaced_while_the_slot_is_held_and_not_after(node: Node) -> None:

@@ -6,6 +6,7 @@ and a way to be the outside world. Nothing here knows which VMM it is, or asks t
 
 import asyncio
 import os
+import signal
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -18,15 +19,16 @@ from agentenv.model.errors import Bug, Conflict, NotFound, Unavailable
 from agentenv.model.ids import new_sandbox_id
 from agentenv.model.machine import BlockTarget, Machine, ProcessIdentity
 from agentenv.testing.vmm import FakeHypervisor, FakeVmm
-from agentenv.vmm.contract import Instance, Vmm, VmPlan
+from agentenv.vmm.contract import Instance, Prepare, Spare, SparePlan, Vmm, VmPlan
 from agentenv.vmm.process import read_identity
 from tests.unit.vmm import lab as qemu
 from tests.unit.vmm.lab import Lab, Template, make_template, no_preparation, open_lab
 
 
 class Host(Protocol):
-    """A host with a driver."""
+    """A host with a driver. ``ahead``: its VMMs are started before they are needed."""
 
+    ahead: bool
     root: Path
     state: Path  # device state that loads into any `restore_plan`
 
@@ -49,13 +51,18 @@ class Host(Protocol):
         """End a VMM from outside, as the OOM killer would."""
         ...
 
+    def hang(self, spare: Spare) -> None:
+        """Let a VMM that waits answer nothing any more."""
+        ...
+
     def alive(self) -> list[int]:
         """Pids of the VMMs of this host."""
         ...
 
 
 class FakeHost:
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, *, ahead: bool) -> None:
+        self.ahead = ahead
         self.root = root
         self.state = root / "state"
         self.hypervisor = FakeHypervisor()
@@ -94,12 +101,16 @@ class FakeHost:
     def kill(self, process: ProcessIdentity) -> None:
         self.hypervisor.find(process).end(-9)
 
+    def hang(self, spare: Spare) -> None:
+        self.vmm.fail["furnish"] = Unavailable("it hangs")
+
     def alive(self) -> list[int]:
         return [process.identity.pid for process in self.hypervisor.alive]
 
 
 class QemuHost:
-    def __init__(self, lab: Lab, template: Template) -> None:
+    def __init__(self, lab: Lab, template: Template, *, ahead: bool) -> None:
+        self.ahead = ahead
         self.root = lab.root
         self.state = template.state
         self.vmm = lab.driver()
@@ -122,8 +133,23 @@ class QemuHost:
         assert read_identity(process.pid) == process
         os.kill(process.pid, 9)
 
+    def hang(self, spare: Spare) -> None:
+        os.kill(spare.process.pid, signal.SIGSTOP)
+
     def alive(self) -> list[int]:
         return qemu.running_below(self.root)
+
+
+def spare_plan(plan: VmPlan) -> SparePlan:
+    """What could become the VMM of *plan*."""
+    run_dir = plan.run_dir.with_name(f"spare-{plan.run_dir.name}")
+    return SparePlan(run_dir.name, plan.machine, plan.netns, plan.tap, run_dir, plan.balloon)
+
+
+async def restore(host: Host, plan: VmPlan, device_state: Path, prepare: Prepare) -> Instance:
+    """Restore as this host does, all promises being the same."""
+    spare = await host.vmm.start_spare(spare_plan(plan)) if host.ahead else None
+    return await host.vmm.restore(plan, device_state, prepare, spare)
 
 
 class VmmSuite:
@@ -132,7 +158,7 @@ class VmmSuite:
     @pytest.fixture
     async def instance(self, host: Host) -> AsyncIterator[Instance]:
         """A VM that was restored, and is paused."""
-        instance = await host.vmm.restore(host.restore_plan(), host.state, no_preparation)
+        instance = await restore(host, host.restore_plan(), host.state, no_preparation)
         yield instance
         await instance.stop()
 
@@ -171,13 +197,13 @@ class VmmSuite:
         await instance.resume()
 
     async def test_state_that_was_saved_loads(self, host: Host) -> None:
-        instance = await host.vmm.restore(host.restore_plan(), host.state, no_preparation)
+        instance = await restore(host, host.restore_plan(), host.state, no_preparation)
         saved = host.root / "saved"
         await instance.save_device_state(saved)
         await instance.resume()
         await instance.stop()
 
-        again = await host.vmm.restore(host.restore_plan(), saved, no_preparation)
+        again = await restore(host, host.restore_plan(), saved, no_preparation)
 
         await again.resume()
         await again.stop()
@@ -188,7 +214,7 @@ class VmmSuite:
         async def prepare(pid: int) -> None:
             prepared.append((pid, host.alive()))
 
-        instance = await host.vmm.restore(host.restore_plan(), host.state, prepare)
+        instance = await restore(host, host.restore_plan(), host.state, prepare)
 
         pid = instance.process.pid
         assert prepared == [(pid, [pid])]
@@ -214,13 +240,13 @@ class VmmSuite:
         broken.write_bytes(b"this is not the state of any device\n" * 100)
 
         with pytest.raises(Bug):
-            await host.vmm.restore(host.restore_plan(), broken, no_preparation)
+            await restore(host, host.restore_plan(), broken, no_preparation)
 
         assert host.alive() == []
 
     async def test_a_state_that_is_not_there_starts_nothing(self, host: Host) -> None:
         with pytest.raises(NotFound):
-            await host.vmm.restore(host.restore_plan(), host.root / "missing", no_preparation)
+            await restore(host, host.restore_plan(), host.root / "missing", no_preparation)
 
         assert host.alive() == []
 
@@ -229,7 +255,7 @@ class VmmSuite:
             raise Unavailable(f"no memory for {pid}")
 
         with pytest.raises(Unavailable, match="no memory for"):
-            await host.vmm.restore(host.restore_plan(), host.state, prepare)
+            await restore(host, host.restore_plan(), host.state, prepare)
 
         assert host.alive() == []
 
@@ -241,7 +267,7 @@ class VmmSuite:
             preparing.set()
             await asyncio.Event().wait()
 
-        restoring = asyncio.create_task(host.vmm.restore(host.restore_plan(), host.state, prepare))
+        restoring = asyncio.create_task(restore(host, host.restore_plan(), host.state, prepare))
         await preparing.wait()
 
         restoring.cancel()
@@ -256,7 +282,7 @@ class VmmSuite:
             host.kill(identity)
 
         with pytest.raises(Unavailable):
-            await host.vmm.restore(host.restore_plan(), host.state, prepare)
+            await restore(host, host.restore_plan(), host.state, prepare)
 
         assert host.alive() == []
 
@@ -345,6 +371,61 @@ class VmmSuite:
         assert isinstance(await instance.console(), str)
         await instance.stop()
 
+    async def test_a_spare_becomes_the_vm_in_the_vm_s_directory(self, host: Host) -> None:
+        plan = host.restore_plan()
+        spare = await host.vmm.start_spare(spare_plan(plan))
+        assert (spare.is_alive, host.alive()) == (True, [spare.process.pid])
+
+        instance = await host.vmm.restore(plan, host.state, no_preparation, spare)
+
+        assert (instance.process, instance.plan) == (spare.process, plan)
+        assert plan.run_dir.is_dir()
+        assert not spare.plan.run_dir.exists()
+        assert not spare.is_alive
+        await spare.wait_exit()
+        await spare.stop()  # it is none any more
+        await instance.resume()
+        await instance.stop()
+        assert host.alive() == []
+
+    async def test_a_spare_that_is_stopped_leaves_nothing(self, host: Host) -> None:
+        spare = await host.vmm.start_spare(spare_plan(host.restore_plan()))
+
+        await asyncio.gather(spare.stop(), spare.stop())
+
+        await spare.wait_exit()
+        assert (host.alive(), spare.is_alive, spare.plan.run_dir.exists()) == ([], False, False)
+
+    @pytest.mark.parametrize("end", ["dies", "dies unnoticed", "hangs", "is of another shape"])
+    async def test_a_spare_that_is_no_good_is_replaced(self, host: Host, end: str) -> None:
+        plan = host.restore_plan()
+        wanted = spare_plan(plan)
+        if end == "is of another shape":
+            wanted = replace(wanted, machine=replace(wanted.machine, memory_mib=2 * wanted.machine.memory_mib))
+        spare = await host.vmm.start_spare(wanted)
+        if end == "hangs":
+            host.hang(spare)
+        elif end.startswith("dies"):
+            host.kill(spare.process)
+        if end == "dies":
+            await spare.wait_exit()
+
+        instance = await host.vmm.restore(plan, host.state, no_preparation, spare)
+
+        assert instance.process != spare.process
+        assert host.alive() == [instance.process.pid]
+        assert not spare.plan.run_dir.exists()
+        await instance.resume()
+        await instance.stop()
+
+    async def test_spares_of_an_earlier_server_are_reaped(self, host: Host) -> None:
+        spare = await host.vmm.start_spare(spare_plan(host.restore_plan()))
+        await host.vmm.close()
+
+        assert await host.restart().reap(host.root / "vm", frozenset()) == [spare.process.pid]
+
+        assert host.alive() == []
+
     async def test_closing_the_driver_leaves_vms_running(self, host: Host, instance: Instance) -> None:
         await host.vmm.close()
         await host.vmm.close()
@@ -353,9 +434,9 @@ class VmmSuite:
 
 
 class TestFakeVmm(VmmSuite):
-    @pytest.fixture
-    async def host(self, tmp_path: Path) -> Host:
-        host = FakeHost(tmp_path)
+    @pytest.fixture(params=[False, True], ids=["started", "spare"])
+    async def host(self, request: pytest.FixtureRequest, tmp_path: Path) -> Host:
+        host = FakeHost(tmp_path, ahead=request.param)
         instance = await host.vmm.boot(host.boot_plan())
         await instance.pause()
         await instance.save_device_state(host.state)
@@ -372,8 +453,8 @@ def qemu_template(guest_image: GuestImage) -> Iterator[tuple[Lab, Template]]:
 @pytest.mark.vm
 @pytest.mark.needs(*qemu.NEEDS)
 class TestQemuVmm(VmmSuite):
-    @pytest.fixture
-    async def host(self, qemu_template: tuple[Lab, Template]) -> AsyncIterator[Host]:
-        host = QemuHost(*qemu_template)
+    @pytest.fixture(params=[False, True], ids=["started", "spare"])
+    async def host(self, request: pytest.FixtureRequest, qemu_template: tuple[Lab, Template]) -> AsyncIterator[Host]:
+        host = QemuHost(*qemu_template, ahead=request.param)
         yield host
         await host.vmm.close()

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import pytest
 
@@ -137,7 +137,7 @@ def brief_logs() -> None:
 async def fakes(tmp_path: Path) -> AsyncIterator[Callable[..., Awaitable[FakeHost]]]:
     made: list[FakeHost] = []
 
-    async def make(**settings: object) -> FakeHost:
+    async def make(**settings: Any) -> FakeHost:
         made.append(await FakeHost(World(tmp_path), **settings).start())
         return made[-1]
 

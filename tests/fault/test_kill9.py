@@ -69,6 +69,21 @@ def test_a_killed_server_loses_and_leaks_nothing(crashing: Server, seed: int) ->
     _check_clean(server, clean)
 
 
+@pytest.mark.parametrize("step", ["spare.renamed", "spare.furnished"])
+def test_a_server_killed_while_a_waiting_vmm_becomes_a_sandbox_s_leaves_neither(crashing: Server, step: str) -> None:
+    server = crashing
+    server.stop()
+    server.start(AENV_FAILPOINTS=f"{step}=kill")
+    clean = leaks(server)
+    server.wait_until(lambda: server.metric("agentenv_spare_vmms") > 0, "a VMM to wait")
+
+    _call_and_die(server, "create", "", None)
+    server.start()
+
+    assert server.call("GET", "/v2/sandboxes")[1] == []
+    _check_clean(server, clean)
+
+
 def _call_and_die(server: Server, verb: str, sandbox: str, delay_s: float | None) -> None:
     request = {
         "create": ("POST", "/v2/sandboxes", {"templateID": "base", "timeout": 600}),

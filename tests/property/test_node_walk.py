@@ -21,6 +21,7 @@ from agentenv.model.lifecycle import State
 from agentenv.node.sweep import sweep
 from agentenv.testing.audit import faults
 from agentenv.testing.host import FakeHost, Trip, World
+from agentenv.vmm.contract import VmPlan
 
 MOST_SANDBOXES = 6
 ERRORS = {"no_space": NoSpace("full"), "unavailable": Unavailable("gone")}
@@ -53,12 +54,12 @@ rounds = st.builds(
 
 
 @settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
-@given(st.lists(rounds, min_size=1, max_size=8))
-def test_a_node_at_rest_is_whole_whatever_happened(life: list[Round]) -> None:
+@given(st.lists(rounds, min_size=1, max_size=8), st.sampled_from([0, 2]))
+def test_a_node_at_rest_is_whole_whatever_happened(life: list[Round], spares: int) -> None:
     structlog.configure(processors=[_quiet])
     try:
         with tempfile.TemporaryDirectory() as root:
-            asyncio.run(Life(Path(root)).live(life))
+            asyncio.run(Life(Path(root), spares).live(life))
     finally:
         structlog.reset_defaults()
 
@@ -68,9 +69,10 @@ def _quiet(*_args: object) -> str:
 
 
 class Life:
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, spares: int) -> None:
         self.world = World(root)
-        self.fake = FakeHost(self.world, max_sandboxes=MOST_SANDBOXES)
+        self.spares = spares
+        self.fake = FakeHost(self.world, spares=spares, max_sandboxes=MOST_SANDBOXES)
         self.marks: dict[str, bytes] = {}  # what each sandbox has written in its memory
 
     async def live(self, life: list[Round]) -> None:
@@ -142,7 +144,7 @@ class Life:
                 await node.set_timeout(sandbox, 600)
             case "die":
                 for vm in self.world.hypervisor.alive:
-                    if vm.plan.sandbox_id == sandbox:
+                    if isinstance(vm.started_as, VmPlan) and vm.plan.sandbox_id == sandbox:
                         vm.end(-9)
                         self.world.storage.gone.add(vm.identity.pid)
 
@@ -152,6 +154,8 @@ class Life:
             await self.world.clock.advance(0)
             await self.fake.idle()
         await self.settle_lost()
+        while self.fake.host.spares.statistics().waiting < self.spares:
+            await self.world.clock.advance(0.1)
         await sweep(self.fake.host)
         for sandbox in self.fake.host.registry.all():
             await self.fake.host.registry.change(sandbox.id, metadata=sandbox.metadata)

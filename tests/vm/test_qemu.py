@@ -65,6 +65,20 @@ async def vm(vmm: QemuVmm, lab: Lab, template: Template) -> AsyncIterator[Instan
     await instance.stop()
 
 
+async def test_the_vmm_never_waits_for_a_second_client_of_its_monitor(vm: Instance) -> None:
+    pid = vm.process.pid
+    listening = {
+        line.split()[6] for line in Path("/proc/net/unix").read_text().splitlines()
+        if line.endswith(f" {monitor_path(vm.plan)}") and int(line.split()[3], 16) & 1 << 16
+    }  # fmt: skip
+    fds = [path.name for path in Path(f"/proc/{pid}/fd").iterdir() if str(path.readlink())[8:-1] in listening]
+
+    flags = [int(Path(f"/proc/{pid}/fdinfo/{fd}").read_text().split()[3], 8) for fd in fds]
+
+    assert flags
+    assert all(flag & os.O_NONBLOCK for flag in flags)
+
+
 async def ask_guest(plan: VmPlan, method: str, path: str, body: object = None) -> int:
     return await asyncio.to_thread(call, plan.netns, method, path, body)
 

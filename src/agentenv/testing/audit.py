@@ -80,7 +80,8 @@ def _left_over(fake: FakeHost) -> Iterator[str]:
     known = {s.id for s in host.registry.all()}
     spares = {spare.slot.owner: spare.vmm.process for spare in host.spares.waiting()}
     for process in world.hypervisor.alive:
-        owner = process.plan.name if isinstance(process.plan, SparePlan) else process.plan.sandbox_id
+        plan = process.started_as
+        owner = plan.name if isinstance(plan, SparePlan) else plan.sandbox_id
         if owner not in running and spares.get(owner) != process.identity:
             yield f"stray VMM of {owner}"
     if len(world.hypervisor.alive) > len(running) + len(spares):

@@ -27,16 +27,21 @@ _FIRST_PID: Final = 10_000_000  # above what a kernel gives out
 
 @dataclass(eq=False, slots=True)
 class FakeProcess:
-    """One VMM on a `FakeHypervisor`. ``code`` is set once it has ended."""
+    """One VMM on a `FakeHypervisor`. ``code`` is set once it has ended; ``started_as`` is a spare's until it is taken."""
 
     identity: ProcessIdentity
-    plan: VmPlan | SparePlan
+    started_as: VmPlan | SparePlan
     disk: BlockTarget | None
     running: bool = False
     loaded: bool = True
     code: int | None = None
     words: str = ""
     ended: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def plan(self) -> VmPlan:
+        assert isinstance(self.started_as, VmPlan), "a spare"
+        return self.started_as
 
     @property
     def alive(self) -> bool:
@@ -152,7 +157,7 @@ class FakeVmm:
         strays = [
             process
             for process in self.hypervisor.alive
-            if process.plan.run_dir.is_relative_to(root) and process.identity.pid not in keep
+            if process.started_as.run_dir.is_relative_to(root) and process.identity.pid not in keep
         ]
         for process in strays:
             process.end(KILLED)
@@ -191,7 +196,7 @@ class FakeSpare:
 
     def become(self, plan: VmPlan) -> FakeProcess:
         self.plan.run_dir.rename(plan.run_dir)
-        self.vm.plan, self.vm.disk = plan, plan.disk
+        self.vm.started_as, self.vm.disk = plan, plan.disk
         self.taken.set()
         return self.vm
 
@@ -222,7 +227,6 @@ class FakeInstance:
 
     @property
     def plan(self) -> VmPlan:
-        assert isinstance(self.vm.plan, VmPlan)
         return self.vm.plan
 
     async def pause(self) -> None:

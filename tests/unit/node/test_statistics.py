@@ -13,6 +13,7 @@ from agentenv.network.host import HostFlows
 from agentenv.network.pool import PoolStatistics
 from agentenv.network.pooled import SlotStatistics
 from agentenv.network.slots import NetworkStatistics
+from agentenv.node.spares import SpareStatistics
 from agentenv.node.statistics import NodeStatistics
 from agentenv.state.connection import ConnectionStatistics
 from agentenv.state.engine import sqlite_url
@@ -27,6 +28,7 @@ NETWORK = NetworkStatistics(
 )
 OPERATIONS = OperationStatistics(22, 23, 24, 25, 26, 27)
 STORE = ConnectionStatistics(28, 29, 30, 31)
+SPARES = SpareStatistics(32, 33, 34, 35, 36, 37, 38)
 
 
 def shown(registry: CollectorRegistry) -> dict[tuple[str, ...], float]:
@@ -39,11 +41,14 @@ def shown(registry: CollectorRegistry) -> dict[tuple[str, ...], float]:
 
 def test_every_figure_is_shown_once() -> None:
     registry = CollectorRegistry()
-    registry.register(NodeStatistics(lambda: NETWORK, lambda: OPERATIONS, lambda: STORE))
+    registry.register(NodeStatistics(lambda: NETWORK, lambda: OPERATIONS, lambda: STORE, lambda: SPARES))
 
-    counted = [PoolStatistics, SlotStatistics, DnsStatistics, HostFlows, OperationStatistics, ConnectionStatistics]
-    assert sum(len(fields(one)) for one in counted) + 1 == 31
-    assert sorted(shown(registry).values()) == list(range(1, 32))
+    counted = [
+        PoolStatistics, SlotStatistics, DnsStatistics, HostFlows, OperationStatistics, ConnectionStatistics,
+        SpareStatistics,
+    ]  # fmt: skip
+    assert sum(len(fields(one)) for one in counted) + 1 == 38
+    assert sorted(shown(registry).values()) == list(range(1, 39))
 
 
 async def test_they_move(tmp_path: Path) -> None:
@@ -51,7 +56,7 @@ async def test_they_move(tmp_path: Path) -> None:
     await store.start()
     network = NETWORK
     registry = CollectorRegistry()
-    registry.register(NodeStatistics(lambda: network, operations.statistics, store.statistics))
+    registry.register(NodeStatistics(lambda: network, operations.statistics, store.statistics, lambda: SPARES))
     before = shown(registry)
     going = asyncio.Event()
 
@@ -83,7 +88,7 @@ def test_a_part_that_is_closed_does_not_take_the_page_with_it() -> None:
         raise Unavailable("the network is not started")
 
     registry = CollectorRegistry()
-    registry.register(NodeStatistics(closed, lambda: OPERATIONS, lambda: STORE))
+    registry.register(NodeStatistics(closed, lambda: OPERATIONS, lambda: STORE, lambda: SPARES))
 
     names = {name for name, *_ in shown(registry)}
     assert "agentenv_store_waiting" in names

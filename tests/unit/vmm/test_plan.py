@@ -12,8 +12,17 @@ from agentenv.model.errors import Invalid
 from agentenv.model.ids import SandboxId
 from agentenv.model.machine import BlockTarget, Machine
 from agentenv.network.contract import GUEST_MAC as NETWORK_MAC
-from agentenv.vmm.contract import VmPlan
-from agentenv.vmm.plan import GUEST_MAC, Engine, argv, block_node, check, kernel_command_line
+from agentenv.vmm.contract import SparePlan, VmPlan
+from agentenv.vmm.plan import (
+    GUEST_MAC,
+    Engine,
+    argv,
+    block_node,
+    check,
+    furnishing,
+    kernel_command_line,
+    spare_argv,
+)
 
 TCG = Engine("tcg", tb_size_mib=32, tsc_khz=2_500_000)
 KVM = Engine("kvm", tb_size_mib=32)
@@ -55,6 +64,21 @@ def test_a_restore_has_the_devices_of_a_boot_and_no_kernel() -> None:
     kernel = ["-kernel", "/guest/vmlinuz", "-initrd", "/guest/initramfs.img", "-append", kernel_command_line(PLAN, TCG)]
     assert boot[-len(kernel) :] == kernel
     assert restore == [*boot[: -len(kernel)], "-S", "-incoming", "defer"]
+
+
+def test_a_spare_is_a_restore_without_memory_and_disk_until_it_is_told_them() -> None:
+    spare = SparePlan("spare-1", PLAN.machine, PLAN.netns, PLAN.tap, Path("/run/aenv/vm/spare-1"))
+    restore, waiting = line(incoming=True), spare_argv(QEMU, spare, TCG, monitor_fd=3)
+
+    told = dict(furnishing(PLAN))
+    assert list(told) == ["object-add", "qom-set", "blockdev-add", "x-exit-preconfig"]
+    assert told["blockdev-add"] == json.loads(values(restore, "-blockdev")[0])
+    memory = {f"{key}={value}" for key, value in told["object-add"].items() if key in ("id", "mem-path")}
+    assert memory <= set(unescaped_fields(values(restore, "-object")[0]))
+    for option in ("-device", "-chardev", "-netdev", "-smp", "-m", "-cpu", "-accel", "-global"):
+        assert values(waiting, option) == values(restore, option)
+    assert [f"{value},memory-backend=memory" for value in values(waiting, "-machine")] == values(restore, "-machine")
+    assert waiting[-1] == "-preconfig"
 
 
 def test_the_balloon_is_the_last_device_so_that_the_others_keep_their_slots() -> None:
