@@ -267,9 +267,8 @@ def _processes(runtime: str, waiting: frozenset[str]) -> Iterator[str]:
         except OSError:
             continue
         _, runs_in, which = command.partition(f"{runtime}/vm/")
-        if runs_in and not any(
-            f"{directory}/" in command for directory in waiting
-        ):  # however long what precedes it is, its sandbox is told
+        waits = any(f"{directory}/" in command for directory in waiting)
+        if runs_in and not waits:  # however long what precedes it is, its sandbox is told
             yield f"{path.parent.name} {command[:40]} ... {runs_in}{which[:60]}"
 
 

@@ -22,6 +22,7 @@ from agentenv.vmm.contract import Prepare, Spare, SparePlan, VmmExit, VmPlan
 FINGERPRINT: Final = Fingerprint("fake", "1.0", "none", "none", "0" * 64)
 KILLED: Final = -9
 
+_NO_DISK: Final = BlockTarget(Path("/nonexistent"), "raw")  # of a spare
 _FIRST_PID: Final = 10_000_000  # above what a kernel gives out
 
 
@@ -31,7 +32,7 @@ class FakeProcess:
 
     identity: ProcessIdentity
     started_as: VmPlan | SparePlan
-    disk: BlockTarget | None
+    disk: BlockTarget
     running: bool = False
     loaded: bool = True
     code: int | None = None
@@ -67,7 +68,7 @@ class FakeHypervisor:
 
     def start(self, plan: VmPlan | SparePlan, *, running: bool) -> FakeProcess:
         pid = next(self._pids)
-        disk = plan.disk if isinstance(plan, VmPlan) else None
+        disk = plan.disk if isinstance(plan, VmPlan) else _NO_DISK
         process = FakeProcess(ProcessIdentity(pid, start_time=pid), plan, disk, running)
         self.processes[pid] = process
         return process
