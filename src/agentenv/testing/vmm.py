@@ -28,7 +28,7 @@ _FIRST_PID: Final = 10_000_000  # above what a kernel gives out
 
 @dataclass(eq=False, slots=True)
 class FakeProcess:
-    """One VMM on a `FakeHypervisor`. ``code`` is set once it has ended; ``started_as`` is a spare's until it is taken."""
+    """One VMM on a `FakeHypervisor`. ``code`` is set once it has ended, ``started_as`` is a spare's at first."""
 
     identity: ProcessIdentity
     started_as: VmPlan | SparePlan

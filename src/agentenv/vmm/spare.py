@@ -7,15 +7,15 @@ time, and none of it depends on which snapshot that sandbox starts from.
 
 import asyncio
 import contextlib
-import errno
-import logging
 import shutil
 from collections.abc import Callable
 from typing import Final
 
+import structlog
+
 from agentenv.aio.failpoints import failpoint
 from agentenv.aio.tasks import Tasks, to_its_end
-from agentenv.model.errors import AgentEnvError, Bug, Invalid, NoSpace, NotFound, Unavailable
+from agentenv.model.errors import FULL, AgentEnvError, Bug, Invalid, NoSpace, NotFound, Unavailable
 from agentenv.model.machine import ProcessIdentity
 from agentenv.vmm.console import OutputLog
 from agentenv.vmm.contract import SparePlan, VmPlan
@@ -27,7 +27,7 @@ from agentenv.vmm.qmp import Monitor
 ANSWER_TIMEOUT_S: Final = 1.0
 """For the first command: a spare that has hung since it was started costs a restore no more than this."""
 
-_log: Final = logging.getLogger(__name__)
+_log = structlog.get_logger(__name__)
 
 
 class QemuSpare:
@@ -137,7 +137,7 @@ def _take_run_dir(spare: SparePlan, plan: VmPlan) -> None:
         spare.run_dir.rename(plan.run_dir)
     except OSError as error:
         message = f"cannot make {plan.run_dir}: {error.strerror}"
-        raise NoSpace(message) if error.errno in (errno.ENOSPC, errno.EDQUOT) else Bug(message) from error
+        raise NoSpace(message) if error.errno in FULL else Bug(message) from error
 
 
 async def ended(spare: QemuSpare, why: AgentEnvError) -> None:
