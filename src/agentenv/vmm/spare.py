@@ -14,8 +14,9 @@ from typing import Final
 import structlog
 
 from agentenv.aio.failpoints import failpoint
+from agentenv.aio.failures import FULL
 from agentenv.aio.tasks import Tasks, to_its_end
-from agentenv.model.errors import FULL, AgentEnvError, Bug, Invalid, NoSpace, NotFound, Unavailable
+from agentenv.model.errors import AgentEnvError, Bug, Invalid, NoSpace, NotFound, Unavailable
 from agentenv.model.machine import ProcessIdentity
 from agentenv.vmm.console import OutputLog
 from agentenv.vmm.contract import SparePlan, VmPlan
