@@ -12,11 +12,12 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from ipaddress import IPv4Address
 from typing import Final
+from uuid import uuid4
 
 from agentenv.aio.clock import Clock, SystemClock
 from agentenv.aio.operations import Operations
 from agentenv.guest.contract import GuestMetrics
-from agentenv.model.errors import Conflict, NotFound
+from agentenv.model.errors import AlreadyExists, Conflict, Invalid, NotFound
 from agentenv.model.ids import BlobId, new_sandbox_id, new_snapshot_id, parse_name, parse_sandbox_id
 from agentenv.model.lifecycle import Event, State, next_state
 from agentenv.model.machine import Fingerprint, Machine
@@ -29,6 +30,8 @@ MACHINE: Final = Machine(vcpu_count=2, memory_mib=512, disk_mib=2048)
 FINGERPRINT: Final = Fingerprint("fake", "1.0", "none", "none", "0" * 64)
 ENVD_VERSION: Final = "0.6.1"
 AUTO_RESUME_MIN_S: Final = 300
+MAX_TIMEOUT_S: Final = 30 * 24 * 3600
+FORK_MAX: Final = 100
 
 _REFERENCE = re.compile(r"(?:[^/:]+/)?(?P<name>[^/:]+)(?::(?P<tag>[^/:]+))?")
 
@@ -111,12 +114,14 @@ class FakeNode:
 
     async def create(self, request: CreateSandbox) -> Sandbox:
         sandbox_id = new_sandbox_id()
+        _check(1 <= request.timeout_s <= MAX_TIMEOUT_S)
         return await self._operations.run(sandbox_id, "create", lambda: self._create(sandbox_id, request))
 
     async def pause(self, sandbox_id: str) -> Sandbox:
         return await self._operations.run(sandbox_id, "pause", lambda: self._pause(sandbox_id))
 
     async def resume(self, sandbox_id: str, timeout_s: int, *, on_timeout_pause: bool | None = None) -> Sandbox:
+        _check(1 <= timeout_s <= MAX_TIMEOUT_S)
         return await self._operations.run(
             sandbox_id, "resume", lambda: self._resume(sandbox_id, timeout_s, on_timeout_pause)
         )
@@ -134,10 +139,13 @@ class FakeNode:
         return (await self.connect(sandbox_id, AUTO_RESUME_MIN_S))[0]
 
     async def fork(self, sandbox_id: str, count: int, timeout_s: int) -> Sequence[Forked]:
-        return await self._operations.run(sandbox_id, "fork", lambda: self._fork(sandbox_id, count, timeout_s))
+        _check(1 <= timeout_s <= MAX_TIMEOUT_S and 1 <= count <= FORK_MAX)
+        return await self._operations.run(
+            sandbox_id, f"fork {uuid4()}", lambda: self._fork(sandbox_id, count, timeout_s)
+        )
 
     async def snapshot(self, sandbox_id: str, name: str | None) -> Snapshot:
-        return await self._operations.run(sandbox_id, "snapshot", lambda: self._snapshot(sandbox_id, name))
+        return await self._operations.run(sandbox_id, f"snapshot {uuid4()}", lambda: self._snapshot(sandbox_id, name))
 
     async def delete(self, sandbox_id: str) -> None:
         known = parse_sandbox_id(sandbox_id)
@@ -165,7 +173,7 @@ class FakeNode:
         return sandbox
 
     def sandboxes(self) -> Sequence[Sandbox]:
-        alive = [one for one in self._sandboxes.values() if one.state is not State.KILLING]
+        alive = [one for one in self._sandboxes.values() if one.state not in (State.KILLING, State.CREATING)]
         return sorted(sorted(alive, key=lambda one: one.id), key=lambda one: one.created_at, reverse=True)
 
     def tokens(self, sandbox: Sandbox) -> Tokens:
@@ -227,7 +235,7 @@ class FakeNode:
     # The node
 
     def info(self) -> NodeInfo:
-        alive = self.sandboxes()
+        alive = [one for one in self._sandboxes.values() if one.state is not State.KILLING]
         paused = [one for one in alive if one.state is State.PAUSED]
         held = [one for one in alive if one.state not in (State.PAUSED, State.ERROR)]
         return NodeInfo(
@@ -321,8 +329,8 @@ class FakeNode:
         return children
 
     async def _snapshot(self, sandbox_id: str, name: str | None) -> Snapshot:
-        if name is not None:
-            parse_name(name)
+        if name is not None and any(name in one.names for one in self.snapshots(Source.BUILD)):
+            raise AlreadyExists(f"{parse_name(name)!r} is the name of a template")
         sandbox = self._apply(sandbox_id, Event.SNAPSHOT)
         try:
             await self._step("snapshot")
@@ -385,6 +393,11 @@ class FakeNode:
 
     def _in(self, seconds: int) -> datetime:
         return self.clock.now() + timedelta(seconds=seconds)
+
+
+def _check(in_bounds: bool) -> None:
+    if not in_bounds:
+        raise Invalid("a time or a count is out of its bounds")
 
 
 def _capture(sandbox: Sandbox | None) -> Capture:

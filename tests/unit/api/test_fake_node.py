@@ -66,15 +66,15 @@ async def test_delete_cuts_short_what_is_in_progress(node: FakeNode) -> None:
     hold = node.hold("create")
     creating = asyncio.create_task(node.create(CreateSandbox(template="base", timeout_s=5)))
     await hold.reached.wait()
-    (sandbox,) = node.sandboxes()
+    (sandbox_id,) = node._sandboxes
 
-    await node.delete(sandbox.id)
+    await node.delete(sandbox_id)
 
     with pytest.raises(Conflict):
         await creating
     assert node.sandboxes() == []
     with pytest.raises(NotFound):
-        await node.delete(sandbox.id)
+        await node.delete(sandbox_id)
 
 
 async def test_a_sandbox_being_killed_is_not_found(node: FakeNode) -> None:
