@@ -48,8 +48,8 @@ class Slots(Protocol):
     async def hand_over(self, slot: Slot, owner: str, policy: EgressPolicy) -> Slot:
         """Make *owner* the holder of a slot that another holds; *policy* is in force before this returns.
 
-        What is in the slot stays. Raises `NotFound` when *slot* is not held by its owner,
-        `Conflict` when *owner* has a slot, `Invalid` for a policy of too many ranges;
+        What is in the slot stays. Raises `NotFound` when *slot* is not held by its owner or
+        gone from the host, `Conflict` when *owner* has a slot, `Invalid` for a policy of too many ranges;
         failed or cancelled, the slot is its old owner's, under one policy or the other.
         """
         ...

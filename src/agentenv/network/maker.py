@@ -146,6 +146,10 @@ def still_attached(slots: Iterable[SlotPlan]) -> list[SlotPlan]:
     return [slot for slot in slots if rtnl.link_index(slot.link) is not None]
 
 
+def is_whole(slot: SlotPlan) -> bool:
+    return netns.is_kept(slot.netns) and rtnl.link_index(slot.link) is not None
+
+
 def detach(links: Iterable[str]) -> None:
     """Remove links to the host whose namespace does not go, because something still runs in it. Raises `OSError`."""
     with rtnl.Netlink() as host:

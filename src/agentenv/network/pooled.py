@@ -104,10 +104,9 @@ class PooledSlots:
         egress = compile_policy(policy)
         if self._closed:
             raise Unavailable("the network is shut down")
-        holding = self._pool.take_warm(owner, policy)
+        holding = await self._take_warm(owner, policy)
         if holding is not None:
             self._statistics.hits += 1
-            self._slot_wanted.set()
         else:
             holding = await self._wait_for_slot(owner, policy)
         try:
@@ -125,6 +124,8 @@ class PooledSlots:
         if before is None:
             raise NotFound(f"network slot {slot.index} is not held by {slot.owner or 'anyone'}")
         self._pool.check_can_hold(owner)
+        if not await self._workshop.is_whole(self._plan.slot(slot.index)):
+            raise NotFound(f"network slot {slot.index} is gone from the host")
         if egress != compile_policy(before.policy):
             # To its end: the rules and what we know of them stay the same.
             await to_its_end(f"policy-{slot.index}", self._replace_policy(before, policy))
@@ -181,6 +182,22 @@ class PooledSlots:
         return self._pool.statistics(), self._statistics
 
     # Handing over
+
+    async def _take_warm(self, owner: str, policy: EgressPolicy) -> Holding | None:
+        """A slot that was made ahead and is still whole; those that are not leave."""
+        while (holding := self._pool.take_warm(owner, policy)) is not None:
+            self._slot_wanted.set()
+            try:
+                whole = await self._workshop.is_whole(self._plan.slot(holding.index))
+            except BaseException:
+                self._give_back(holding)
+                raise
+            if whole:
+                return holding
+            _log.warning("network slot %d was taken apart while it waited: another is used", holding.index)
+            self._statistics.failures += 1
+            self._give_back(holding)
+        return None
 
     async def _wait_for_slot(self, owner: str, policy: EgressPolicy) -> Holding:
         self._pool.check_can_wait(len(self._waiters))

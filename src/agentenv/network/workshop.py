@@ -43,6 +43,10 @@ class Workshop(Protocol):
         """Raises an error kind; the old policy stays then."""
         ...
 
+    async def is_whole(self, slot: SlotPlan) -> bool:
+        """Whether the namespace and the link of *slot* are there: others clean up on a host, too."""
+        ...
+
     async def repair(self, slot: SlotPlan, policy: EgressPolicy) -> None:
         """Apply all rules of a slot that an earlier process made. Raises `NotFound` if it is gone."""
         ...
@@ -91,6 +95,9 @@ class HostWorkshop:
 
     async def replace_policy(self, slot: SlotPlan, policy: EgressPolicy) -> None:
         await self._ruling.run(self._maker.replace_policy, slot, policy)
+
+    async def is_whole(self, slot: SlotPlan) -> bool:
+        return await self._ruling.run(maker.is_whole, slot)
 
     async def repair(self, slot: SlotPlan, policy: EgressPolicy) -> None:
         await self._making.run(self._maker.repair, slot, policy)

@@ -104,7 +104,10 @@ async def _place(host: Host, sandbox: Sandbox, taken: AsyncExitStack) -> tuple[S
         # Undone last first: its slot must not be given back before it is gone, whoever holds that by then.
         taken.push_async_callback(host.slots.release, replace(waiting.slot, owner=sandbox.id))
         taken.push_async_callback(end_spare, host.slots, waiting)
-        return await host.slots.hand_over(waiting.slot, sandbox.id, sandbox.egress), waiting
+        try:
+            return await host.slots.hand_over(waiting.slot, sandbox.id, sandbox.egress), waiting
+        except NotFound:  # its slot was taken apart meanwhile
+            await end_spare(host.slots, waiting)
     try:
         slot = await host.slots.acquire(sandbox.id, sandbox.egress)
     except Exhausted:

@@ -48,6 +48,9 @@ class Bench:
         await self._pass("policy")
         self.there[slot.index] = policy
 
+    async def is_whole(self, slot: SlotPlan) -> bool:
+        return slot.index in self.there
+
     async def repair(self, slot: SlotPlan, policy: EgressPolicy) -> None:
         await self._pass("repair")
         self.there[slot.index] = policy
@@ -98,6 +101,28 @@ async def test_a_warm_slot_is_handed_over_without_touching_the_host(world: World
 
     assert slot.index in world.bench.there
     assert world.slots.statistics()[1].hits == 1
+
+
+async def test_a_warm_slot_that_was_taken_apart_is_not_handed_out(world: World) -> None:
+    first, second = sorted(world.bench.there)
+    del world.bench.there[first]
+
+    assert (await world.slots.acquire("one", OPEN)).index == second
+
+    await world.slots.settled()
+    assert world.slots.held() == {"one": second}
+    assert world.slots.statistics()[1].failures == 1
+
+
+async def test_a_slot_that_was_taken_apart_changes_no_owner(world: World) -> None:
+    slot = await world.slots.acquire("one", OPEN)
+    del world.bench.there[slot.index]
+
+    with pytest.raises(NotFound):
+        await world.slots.hand_over(slot, "two", OPEN)
+
+    assert world.slots.held() == {"one": slot.index}
+    await world.slots.release(slot)
 
 
 async def test_who_finds_none_warm_gets_the_next_that_is_made_in_turn(world: World) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from agentenv.model.errors import Exhausted, Unavailable
+from agentenv.model.errors import Exhausted, NotFound, Unavailable
 from agentenv.model.lifecycle import State
 from agentenv.model.machine import Machine
 from agentenv.node.spares import Spares, SpareSettings
@@ -130,6 +130,18 @@ async def test_one_that_hangs_is_replaced_and_counted(tmp_path: Path) -> None:
 
     counted = fake.host.spares.statistics()
     assert (counted.hits, counted.broken) == (1, 1)
+    await full(fake.host.spares, 2)
+    assert await faults(fake) == []
+    await fake.stop()
+
+
+async def test_one_whose_slot_was_taken_apart_is_ended_and_the_start_goes_on(tmp_path: Path) -> None:
+    fake = await begun(tmp_path)
+    fake.world.slots.failures["hand_over"] = NotFound("gone")
+
+    sandbox = await fake.create()
+
+    assert sandbox.state is State.RUNNING
     await full(fake.host.spares, 2)
     assert await faults(fake) == []
     await fake.stop()
