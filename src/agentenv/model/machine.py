@@ -1,6 +1,6 @@
 """The shape of a virtual machine, and what must match for its state to load elsewhere."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, Literal
 
@@ -31,13 +31,21 @@ class BlockTarget:
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
-    """A device state loads only where all of this is the same."""
+    """What a device state was made with."""
 
     driver: str  # "qemu" or "firecracker"
     vmm_version: str
     accelerator: str  # "tcg" or "kvm"
     cpu_model: str
-    guest_digest: str  # kernel and initramfs
+    guest_digest: str  # kernel and initramfs that the guest was booted with
+
+    def loads_on(self, host: "Fingerprint") -> bool:
+        """Whether a device state made with this loads on *host*.
+
+        The guest's own kernel and agent are part of the state and come with it: a newer
+        guest image on the host is for the templates that are built from now on.
+        """
+        return replace(self, guest_digest="") == replace(host, guest_digest="")
 
 
 @dataclass(frozen=True, slots=True)

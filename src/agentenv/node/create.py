@@ -48,7 +48,7 @@ async def create(host: Host, sandbox_id: SandboxId, request: CreateSandbox) -> S
         envd_version=snapshot.envd_version,
         default_user=snapshot.default_user,
         default_workdir=snapshot.default_workdir,
-        fingerprint=host.fingerprint,
+        fingerprint=snapshot.fingerprint,
     )
     created = await start(host, sandbox, snapshot.capture, request.timeout_s, verb="create")
     host.tasks.start(f"count {sandbox_id}", host.catalogue.count_spawn(snapshot.id, now))

@@ -40,7 +40,7 @@ async def _child(host: Host, source: Sandbox, capture: Capture, timeout_s: int) 
         ends_at=None,
         slot_index=None,
         process=None,
-        fingerprint=host.fingerprint,
+        fingerprint=capture.fingerprint or host.fingerprint,
         capture=None,
         reason=None,
     )

@@ -38,7 +38,7 @@ async def resume(host: Host, sandbox_id: SandboxId, timeout_s: int, on_timeout: 
     capture = before.capture
     if capture is None:
         raise Bug(f"sandbox {sandbox_id} is paused without a capture")
-    hint = "start it where it was paused, or with that VMM and guest kernel again; it stays paused"
+    hint = "start it where it was paused, or with that VMM again; it stays paused"
     check_fits(host, capture.fingerprint, "what was written down of the sandbox", hint=hint)
     if sandbox_id in host.held:
         await retire(host, before.id)  # its pause could not end the VM: never two on one disk
@@ -51,7 +51,7 @@ async def resume(host: Host, sandbox_id: SandboxId, timeout_s: int, on_timeout: 
             on_timeout=on_timeout or before.on_timeout,
             ends_at=host.clock.now() + lives_for,  # for a server that finishes this after a crash
             capture=capture,
-            fingerprint=host.fingerprint,
+            fingerprint=capture.fingerprint or host.fingerprint,
         )
         try:
             async with asyncio.timeout(host.settings.operation_timeout_s):

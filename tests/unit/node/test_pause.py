@@ -508,6 +508,19 @@ async def test_a_vm_that_outlived_an_upgrade_is_written_down_as_what_it_is(world
     await following.stop()
 
 
+async def test_a_newer_guest_image_strands_no_paused_sandbox(fake: FakeHost) -> None:
+    """Its kernel and agent are in the captured memory."""
+    sandbox = await fake.create()
+    await fake.node.pause(sandbox.id)
+    fake.host.fingerprint = replace(FINGERPRINT, guest_digest="newer")
+
+    resumed = await fake.node.resume(sandbox.id, 60)
+
+    assert resumed.fingerprint == FINGERPRINT
+    assert (await fake.create()).fingerprint == FINGERPRINT
+    assert (await fake.node.snapshot(sandbox.id, None)).fingerprint == FINGERPRINT
+
+
 async def test_a_capture_of_an_older_release_that_did_not_say_is_let_through(fake: FakeHost) -> None:
     sandbox = await fake.create()
     paused = await fake.node.pause(sandbox.id)
