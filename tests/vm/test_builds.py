@@ -1,15 +1,16 @@
 """Builds on a real server that end early: by Ctrl-C, by a delete, by kill -9 of the server. Nothing of them stays."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
 from tests.capabilities import BASE_ROOTFS, REPO
-from tests.running import running_server
 from tests.server import Server, leaks, left_after
 
 pytestmark = [
@@ -20,9 +21,18 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with running_server(prefix="aeu", net=127) as running:
-        yield running
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """On a home of its own, since it counts every file there; it needs no template."""
+    home = tmp_path_factory.mktemp("builds") / "home"
+    server = Server(home=home, runtime=Path("/run/aenv-test-aeu"), prefix="aeu", net=127)
+    shutil.rmtree(server.runtime, ignore_errors=True)
+    try:
+        yield server.start()
+    finally:
+        server.stop()
+        left = leaks(server)
+        shutil.rmtree(server.runtime, ignore_errors=True)
+    assert not (left.processes or left.namespaces or left.links or left.tables or left.mounts), left
 
 
 def interrupt(_server: Server, client: "subprocess.Popen[bytes]") -> None:
