@@ -1,0 +1,284 @@
+//! The real binary, over its socket and through its mount, and what is left when it is killed.
+
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on has failed")]
+
+use std::fs::{self, File};
+use std::io::{Read, Write};
+use std::os::unix::fs::FileExt;
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::thread;
+
+use serde_json::{Value, json};
+
+const SIZE: u64 = 64 << 20;
+
+/// Says what is missing, in a line that is counted, if these tests cannot run here.
+fn cannot_run() -> bool {
+    let root = rustix::process::geteuid().is_root();
+    let fuse = Path::new("/dev/fuse").exists();
+    if !root || !fuse {
+        println!("SKIPPED: {}", if root { "no /dev/fuse" } else { "not root" });
+    }
+    !root || !fuse
+}
+
+struct Daemon {
+    child: Child,
+    place: PathBuf,
+}
+
+impl Daemon {
+    fn start(place: &Path) -> Self {
+        let child = Command::new(env!("CARGO_BIN_EXE_storaged"))
+            .args(["serve", "--root"])
+            .arg(place.join("root"))
+            .arg("--socket")
+            .arg(place.join("socket"))
+            .stderr(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let mut daemon = Self { child, place: place.to_owned() };
+        // It says so when it listens.
+        let mut said = Vec::new();
+        let stderr = daemon.child.stderr.as_mut().unwrap();
+        let mut byte = [0];
+        while !said.ends_with(b"\n") && stderr.read(&mut byte).unwrap() == 1 {
+            said.push(byte[0]);
+        }
+        let said = String::from_utf8_lossy(&said);
+        assert!(said.contains("serving"), "{said}");
+        daemon
+    }
+
+    fn client(&self) -> Client {
+        let mut client = Client { stream: UnixStream::connect(self.place.join("socket")).unwrap(), next: 0 };
+        assert!(client.fine("hello", json!({ "protocol": 1 }))["pid"].is_u64());
+        client
+    }
+
+    fn kill(&mut self) {
+        self.child.kill().unwrap();
+        self.child.wait().unwrap();
+    }
+
+    /// Ends it as an operator would, and everything that it left mounted.
+    fn end(mut self) {
+        self.client().fine("shutdown", json!({}));
+        assert!(self.child.wait().unwrap().success());
+        let unmounted = Command::new("umount").arg("--lazy").arg(self.place.join("root/mount")).status().unwrap();
+        assert!(unmounted.success());
+    }
+}
+
+struct Client {
+    stream: UnixStream,
+    next: u64,
+}
+
+impl Client {
+    fn call(&mut self, call: &str, arguments: Value) -> Value {
+        self.next += 1;
+        let mut frame = arguments;
+        frame["id"] = json!(self.next);
+        frame["call"] = json!(call);
+        let bytes = frame.to_string().into_bytes();
+        self.stream.write_all(&u32::try_from(bytes.len()).unwrap().to_be_bytes()).unwrap();
+        self.stream.write_all(&bytes).unwrap();
+        let mut length = [0; 4];
+        self.stream.read_exact(&mut length).unwrap();
+        let mut answer = vec![0; u32::from_be_bytes(length) as usize];
+        self.stream.read_exact(&mut answer).unwrap();
+        let answer: Value = serde_json::from_slice(&answer).unwrap();
+        assert_eq!(answer["id"], json!(self.next));
+        answer
+    }
+
+    fn fine(&mut self, call: &str, arguments: Value) -> Value {
+        let mut answer = self.call(call, arguments);
+        assert!(answer.get("ok").is_some(), "{call}: {answer}");
+        answer["ok"].take()
+    }
+
+    fn path(&mut self, call: &str, arguments: Value) -> PathBuf {
+        self.fine(call, arguments)["path"].as_str().unwrap().into()
+    }
+}
+
+fn empty(size_bytes: u64) -> Value {
+    json!({ "layers": [], "size_bytes": size_bytes })
+}
+
+fn run(program: &str, arguments: &[&str], path: &Path) {
+    let output = Command::new(program).args(arguments).arg(path).output().unwrap();
+    assert!(output.status.success(), "{program}: {}", String::from_utf8_lossy(&output.stderr));
+}
+
+/// A number that looks random and is the same in every run.
+fn mixed(seed: u64) -> u64 {
+    let mixed = (seed ^ (seed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb) >> 16
+}
+
+#[test]
+fn a_file_system_lives_on_a_disk_through_seals_and_crashes() {
+    if cannot_run() {
+        return;
+    }
+    let place = tempfile::tempdir().unwrap();
+    let mut daemon = Daemon::start(place.path());
+    let mut client = daemon.client();
+    let disk = client.path("create_disk", json!({ "owner": "box", "stack": empty(SIZE) }));
+    run("mkfs.ext4", &["-q", "-F"], &disk);
+    for _ in 0..3 {
+        let sealed = client.fine("seal_disk", json!({ "owner": "box" }))["stack"].take();
+        let clone = client.path("create_disk", json!({ "owner": "clone", "stack": sealed }));
+        run("e2fsck", &["-f", "-n"], &clone);
+        client.fine("remove", json!({ "owner": "clone" }));
+        assert!(!clone.exists());
+        daemon.kill();
+        daemon = Daemon::start(place.path());
+        client = daemon.client();
+        assert_eq!(client.path("open_disk", json!({ "owner": "box" })), disk);
+        run("e2fsck", &["-f", "-n"], &disk);
+        File::options().write(true).open(&disk).unwrap().write_all_at(&[0; 1024], 0).unwrap();
+    }
+    let memory = client.path("attach_memory", json!({ "owner": "box", "stack": empty(8192) }));
+    assert_eq!(fs::read(memory).unwrap(), [0; 8192]);
+    client.fine("remove", json!({ "owner": "box" }));
+    daemon.end();
+}
+
+#[test]
+fn what_was_acknowledged_survives_a_daemon_killed_while_it_writes() {
+    const BLOCKS: u64 = 512;
+    const WRITERS: u64 = 3;
+    if cannot_run() {
+        return;
+    }
+    let place = tempfile::tempdir().unwrap();
+    let mut daemon = Daemon::start(place.path());
+    let mut client = daemon.client();
+    let path = client.path("create_disk", json!({ "owner": "box", "stack": empty(SIZE) }));
+    // Of each block, the last version that was acknowledged. Blocks belong to one writer each.
+    let versions: Vec<AtomicU64> = (0..BLOCKS).map(|_| AtomicU64::new(0)).collect();
+    for round in 0..30_u64 {
+        let stop = AtomicBool::new(false);
+        let written = AtomicU64::new(0);
+        thread::scope(|scope| {
+            for writer in 0..WRITERS {
+                let (path, versions, stop, written) = (&path, &versions, &stop, &written);
+                scope.spawn(move || {
+                    let file = File::options().read(true).write(true).open(path).unwrap();
+                    let mut seed = round << 32 | writer;
+                    while !stop.load(Ordering::Relaxed) {
+                        seed += WRITERS;
+                        let block = mixed(seed) % (BLOCKS / WRITERS) * WRITERS + writer;
+                        let version = versions[usize::try_from(block).unwrap()].load(Ordering::Relaxed) + 1;
+                        let content = [version.to_le_bytes(), block.to_le_bytes()].concat().repeat(256);
+                        // Far apart, so that most make a mapping of their own.
+                        file.write_all_at(&content, block * 65536).unwrap();
+                        if version % 8 == 0 {
+                            file.sync_data().unwrap();
+                        }
+                        versions[usize::try_from(block).unwrap()].store(version, Ordering::Relaxed);
+                        written.fetch_add(1, Ordering::Relaxed);
+                    }
+                });
+            }
+            let enough = 50 + mixed(round) % 300;
+            while written.load(Ordering::Relaxed) < enough {
+                thread::yield_now();
+            }
+            let sealing = round % 3 == 2;
+            if sealing {
+                // In the middle of a seal, or between two: whatever the moment is.
+                let mut client = daemon.client();
+                scope.spawn(move || {
+                    let bytes = json!({ "id": 99, "call": "seal_disk", "owner": "box" }).to_string();
+                    let frame = [&u32::try_from(bytes.len()).unwrap().to_be_bytes(), bytes.as_bytes()].concat();
+                    let _ = client.stream.write_all(&frame);
+                    let _ = client.stream.read(&mut [0; 4]);
+                });
+                let then = written.load(Ordering::Relaxed) + mixed(round + 7) % 20;
+                while written.load(Ordering::Relaxed) < then {
+                    thread::yield_now();
+                }
+            }
+            daemon.kill();
+            daemon = Daemon::start(place.path());
+            // Requests that were under way are done by the new one: the writers notice nothing.
+            let then = written.load(Ordering::Relaxed) + 20;
+            while written.load(Ordering::Relaxed) < then {
+                thread::yield_now();
+            }
+            stop.store(true, Ordering::Relaxed);
+        });
+        let file = File::open(&path).unwrap();
+        for (block, version) in versions.iter().enumerate() {
+            let mut content = vec![0xee; 4096];
+            file.read_exact_at(&mut content, block as u64 * 65536).unwrap();
+            let version = version.load(Ordering::Relaxed);
+            let block = if version == 0 { 0 } else { block as u64 };
+            let expected = [version.to_le_bytes(), block.to_le_bytes()].concat().repeat(256);
+            assert!(content == expected, "round {round}, block {block}, version {version}: {:?}", &content[..16]);
+        }
+    }
+    daemon.client().fine("remove", json!({ "owner": "box" }));
+    daemon.end();
+}
+
+#[test]
+fn a_second_daemon_is_refused_and_the_first_serves_on() {
+    if cannot_run() {
+        return;
+    }
+    let place = tempfile::tempdir().unwrap();
+    let daemon = Daemon::start(place.path());
+    let second = Command::new(env!("CARGO_BIN_EXE_storaged"))
+        .args(["serve", "--root"])
+        .arg(place.path().join("root"))
+        .arg("--socket")
+        .arg(place.path().join("socket"))
+        .output()
+        .unwrap();
+    assert_eq!(second.status.code(), Some(75));
+    assert!(daemon.client().fine("owners", json!({}))["owners"].is_array());
+    daemon.end();
+}
+
+#[test]
+fn a_caller_that_misbehaves_loses_its_connection_and_nobody_else_does() {
+    if cannot_run() {
+        return;
+    }
+    let place = tempfile::tempdir().unwrap();
+    let daemon = Daemon::start(place.path());
+    let mut good = daemon.client();
+    for bytes in [&b"GET / HTTP/1.1\r\n\r\n"[..], &[0, 0, 0, 2, b'{', b'}'], &[0, 0, 0, 1, 0xff], &[0xff; 64]] {
+        let mut stream = UnixStream::connect(place.path().join("socket")).unwrap();
+        stream.write_all(bytes).unwrap();
+        // Closed, also by a reset where something was left unread.
+        assert!(matches!(stream.read(&mut [0; 16]), Ok(0) | Err(_)), "{bytes:?}");
+    }
+    let mut hasty = Client { stream: UnixStream::connect(place.path().join("socket")).unwrap(), next: 0 };
+    assert_eq!(hasty.call("owners", json!({}))["error"]["code"], json!("invalid"));
+    assert_eq!(hasty.call("hello", json!({ "protocol": 2 }))["error"]["code"], json!("unsupported"));
+    assert_eq!(good.call("open_disk", json!({ "owner": "x" }))["error"]["code"], json!("not_found"));
+    assert_eq!(good.call("open_disk", json!({ "owner": "../x" }))["error"]["code"], json!("invalid"));
+    let other = daemon.client();
+    drop(other);
+    assert!(good.fine("statistics", json!({}))["calls"]["open_disk"]["errors"].is_u64());
+    daemon.end();
+}
+
+#[test]
+fn wrong_arguments_are_told_from_failures() {
+    let program = env!("CARGO_BIN_EXE_storaged");
+    for arguments in [&["serve"][..], &["serve", "--root"], &["serve", "--what", "x"], &["dance"], &[]] {
+        let output = Command::new(program).args(arguments).output().unwrap();
+        assert_eq!(output.status.code(), Some(2), "{arguments:?}");
+    }
+}
