@@ -18,7 +18,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from agentenv.aio.tasks import spawn
+from agentenv.aio.tasks import spawn, to_its_end
 from agentenv.api import present
 from agentenv.api.endpoints import Answer, Endpoints
 from agentenv.api.errors import fault
@@ -94,17 +94,20 @@ class BuildRoutes:
                     }
                 )
 
+        outcome: dict[str, Any] | None = None
         try:
             with place:
-                built = await build.run(archive, say)
-            events.put_nowait({"template": present.template(built)})
+                outcome = {"template": present.template(await build.run(archive, say))}
         except Exception as error:  # noqa: BLE001 - told to the client as the build's outcome
-            events.put_nowait({"error": fault(error).body()})
+            outcome = {"error": fault(error).body()}
         finally:
+            # Before the outcome is told, and never cut short: a client that has it may leave, and that cancels this.
             try:
-                await asyncio.to_thread(archive.unlink, missing_ok=True)
+                await to_its_end(f"remove {archive}", asyncio.to_thread(archive.unlink, missing_ok=True))
             finally:
-                events.put_nowait(None)  # last: whoever has the whole answer finds nothing left of the upload
+                if outcome is not None:
+                    events.put_nowait(outcome)
+                events.put_nowait(None)
 
 
 class _Watched(StreamingResponse):

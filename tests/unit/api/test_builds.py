@@ -237,6 +237,29 @@ async def test_a_client_that_leaves_after_the_upload_calls_the_build_off(
     assert list(tmp_path.iterdir()) == []
 
 
+async def test_nothing_of_the_upload_is_left_when_the_outcome_is_told(
+    app: FastAPI, builder: FakeBuilder, tmp_path: Path
+) -> None:
+    """A client that has it may leave at once, and then whatever else was to be done is cut short."""
+    builder.failure = Invalid("no root filesystem")
+    told: list[list[Path]] = []
+    messages: list[Message] = [{"type": "http.request", "body": ARCHIVE, "more_body": False}]
+
+    async def receive() -> Message:
+        if not messages:
+            await asyncio.Event().wait()
+        return messages.pop()
+
+    async def send(message: Message) -> None:
+        if b'"error"' in message.get("body", b""):
+            told.append(list(tmp_path.iterdir()))
+
+    await app(request_scope("POST", "/templates/rootfs") | {"query_string": b"name=mine"}, receive, send)
+
+    assert told == [[]]
+    assert list(tmp_path.iterdir()) == []
+
+
 async def test_deleting_a_template_that_is_being_built_calls_that_off(
     api: httpx.AsyncClient, node: FakeNode, builder: FakeBuilder
 ) -> None:
