@@ -99,7 +99,8 @@ fn serve(arguments: &Arguments) -> Result<()> {
     ending.recv().map_err(|_| Error::new(Code::Bug, "nobody can end this daemon"))?;
     service.end();
     if let Some(front) = node.front() {
-        if !front.stop(STOP_LIMIT) {
+        // Whatever has an image open keeps the mount, and goes on with the next daemon.
+        if front.unmount().is_err() && !front.stop(STOP_LIMIT) {
             eprintln!("storaged: some requests are left to the next daemon");
         }
     }

@@ -32,25 +32,14 @@ struct Daemon {
 
 impl Daemon {
     fn start(place: &Path) -> Self {
-        let child = Command::new(env!("CARGO_BIN_EXE_storaged"))
-            .args(["serve", "--root"])
-            .arg(place.join("root"))
-            .arg("--socket")
-            .arg(place.join("socket"))
-            .stderr(Stdio::piped())
-            .spawn()
-            .unwrap();
-        let mut daemon = Self { child, place: place.to_owned() };
-        // It says so when it listens.
-        let mut said = Vec::new();
-        let stderr = daemon.child.stderr.as_mut().unwrap();
-        let mut byte = [0];
-        while !said.ends_with(b"\n") && stderr.read(&mut byte).unwrap() == 1 {
-            said.push(byte[0]);
-        }
-        let said = String::from_utf8_lossy(&said);
-        assert!(said.contains("serving"), "{said}");
-        daemon
+        Self { child: spawn(place), place: place.to_owned() }
+    }
+
+    /// Kills it at this moment, and starts the next one.
+    fn restart(&mut self) {
+        self.child.kill().unwrap();
+        self.child.wait().unwrap();
+        self.child = spawn(&self.place);
     }
 
     fn client(&self) -> Client {
@@ -59,18 +48,69 @@ impl Daemon {
         client
     }
 
-    fn kill(&mut self) {
-        self.child.kill().unwrap();
-        self.child.wait().unwrap();
-    }
-
-    /// Ends it as an operator would, and everything that it left mounted.
+    /// Ends it as an operator would; nothing stays mounted, and nobody keeps a connection.
     fn end(mut self) {
         self.client().fine("shutdown", json!({}));
         assert!(self.child.wait().unwrap().success());
-        let unmounted = Command::new("umount").arg("--lazy").arg(self.place.join("root/mount")).status().unwrap();
-        assert!(unmounted.success());
+        assert!(!self.is_mounted());
+        let keeper = UnixStream::connect(self.place.join("root/keeper.sock"));
+        assert!(keeper.is_err());
     }
+
+    fn is_mounted(&self) -> bool {
+        let mount = self.place.join("root/mount");
+        fs::read_to_string("/proc/mounts").unwrap().contains(&*mount.to_string_lossy())
+    }
+}
+
+/// A test that failed leaves nothing mounted, and nobody who waits for a mount.
+impl Drop for Daemon {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+        if self.is_mounted() {
+            let _ = Command::new("umount").arg("--lazy").arg(self.place.join("root/mount")).status();
+        }
+    }
+}
+
+/// Waits until so many writes were acknowledged; a writer that failed ends all waiting.
+fn wait_for(written: &AtomicU64, count: u64, failed: &AtomicBool) {
+    while written.load(Ordering::Relaxed) < count && !failed.load(Ordering::Relaxed) {
+        thread::yield_now();
+    }
+}
+
+struct SaysIfItFails<'a>(&'a AtomicBool);
+
+impl Drop for SaysIfItFails<'_> {
+    fn drop(&mut self) {
+        if thread::panicking() {
+            self.0.store(true, Ordering::Relaxed);
+        }
+    }
+}
+
+fn spawn(place: &Path) -> Child {
+    let mut child = Command::new(env!("CARGO_BIN_EXE_storaged"))
+        .args(["serve", "--root"])
+        .arg(place.join("root"))
+        .arg("--socket")
+        .arg(place.join("socket"))
+        .stdout(Stdio::null())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    // It says so when it listens.
+    let mut said = Vec::new();
+    let stderr = child.stderr.as_mut().unwrap();
+    let mut byte = [0];
+    while !said.ends_with(b"\n") && stderr.read(&mut byte).unwrap() == 1 {
+        said.push(byte[0]);
+    }
+    let said = String::from_utf8_lossy(&said);
+    assert!(said.contains("serving"), "{said}");
+    child
 }
 
 struct Client {
@@ -138,8 +178,7 @@ fn a_file_system_lives_on_a_disk_through_seals_and_crashes() {
         run("e2fsck", &["-f", "-n"], &clone);
         client.fine("remove", json!({ "owner": "clone" }));
         assert!(!clone.exists());
-        daemon.kill();
-        daemon = Daemon::start(place.path());
+        daemon.restart();
         client = daemon.client();
         assert_eq!(client.path("open_disk", json!({ "owner": "box" })), disk);
         run("e2fsck", &["-f", "-n"], &disk);
@@ -171,6 +210,7 @@ fn what_was_acknowledged_survives_a_daemon_killed_while_it_writes() {
             for writer in 0..WRITERS {
                 let (path, versions, stop, written) = (&path, &versions, &stop, &written);
                 scope.spawn(move || {
+                    let _failed = SaysIfItFails(stop);
                     let file = File::options().read(true).write(true).open(path).unwrap();
                     let mut seed = round << 32 | writer;
                     while !stop.load(Ordering::Relaxed) {
@@ -189,9 +229,7 @@ fn what_was_acknowledged_survives_a_daemon_killed_while_it_writes() {
                 });
             }
             let enough = 50 + mixed(round) % 300;
-            while written.load(Ordering::Relaxed) < enough {
-                thread::yield_now();
-            }
+            wait_for(&written, enough, &stop);
             let sealing = round % 3 == 2;
             if sealing {
                 // In the middle of a seal, or between two: whatever the moment is.
@@ -202,18 +240,11 @@ fn what_was_acknowledged_survives_a_daemon_killed_while_it_writes() {
                     let _ = client.stream.write_all(&frame);
                     let _ = client.stream.read(&mut [0; 4]);
                 });
-                let then = written.load(Ordering::Relaxed) + mixed(round + 7) % 20;
-                while written.load(Ordering::Relaxed) < then {
-                    thread::yield_now();
-                }
+                wait_for(&written, written.load(Ordering::Relaxed) + mixed(round + 7) % 20, &stop);
             }
-            daemon.kill();
-            daemon = Daemon::start(place.path());
+            daemon.restart();
             // Requests that were under way are done by the new one: the writers notice nothing.
-            let then = written.load(Ordering::Relaxed) + 20;
-            while written.load(Ordering::Relaxed) < then {
-                thread::yield_now();
-            }
+            wait_for(&written, written.load(Ordering::Relaxed) + 20, &stop);
             stop.store(true, Ordering::Relaxed);
         });
         let file = File::open(&path).unwrap();

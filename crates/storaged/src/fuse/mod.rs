@@ -217,7 +217,7 @@ impl Front {
     ///
     /// # Errors
     /// `conflict` while something has a file of it open; it is served as before.
-    pub fn unmount(self) -> Result<(), Error> {
+    pub fn unmount(&self) -> Result<(), Error> {
         mount::unmount(&self.place).map_err(|error| in_the_way(&self.place, error))?;
         self.guard.release();
         self.stop(Duration::ZERO);
