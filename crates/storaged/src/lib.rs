@@ -14,6 +14,7 @@ pub mod keeper;
 pub mod keyed;
 pub mod layer;
 pub mod library;
+pub mod memory;
 pub mod names;
 pub mod node;
 pub mod protocol;
