@@ -11,7 +11,7 @@ use sys::buffer::Buffer;
 use sys::remote::MOST_PIECES;
 
 use super::PAGE_BYTES;
-use super::failure::{about_output, error};
+use super::failure::about_output;
 use super::maps::{Area, Image};
 use super::process::Process;
 use crate::error::{Code, Error};
@@ -91,14 +91,14 @@ pub fn capture(
     let (full, filled) = sync_channel::<Batch>(BUFFERS);
     let (back, empty) = sync_channel::<Batch>(BUFFERS);
     for _ in 0..BUFFERS {
-        let batch = Batch::new().map_err(|source| error(Code::Exhausted, format!("no memory: {source}")))?;
-        back.send(batch).map_err(|_| error(Code::Bug, "a channel without a reader"))?;
+        let batch = Batch::new().map_err(|source| Error::new(Code::Exhausted, format!("no memory: {source}")))?;
+        back.send(batch).map_err(|_| Error::new(Code::Bug, "a channel without a reader"))?;
     }
     let captured = thread::scope(|scope| {
         let reader = thread::Builder::new()
             .name("capture".into())
             .spawn_scoped(scope, || read_all(process, &areas, Batches { empty, full, current: None }, cancel))
-            .map_err(|source| error(Code::Exhausted, format!("no thread: {source}")))?;
+            .map_err(|source| Error::new(Code::Exhausted, format!("no thread: {source}")))?;
         let mut captured = Captured::default();
         let mut written = Ok(());
         for batch in filled {
@@ -113,7 +113,7 @@ pub fn capture(
             let _ = back.send(batch.emptied());
         }
         drop(back);
-        let read = reader.join().unwrap_or_else(|_| Err(error(Code::Bug, "the reader of a capture panicked")));
+        let read = reader.join().unwrap_or_else(|_| Err(Error::new(Code::Bug, "the reader of a capture panicked")));
         written.map_err(about_output)?;
         read.map(|()| captured)
     })?;
@@ -183,7 +183,7 @@ impl Batches {
 }
 
 fn given_up() -> Error {
-    error(Code::Unavailable, "the capture was given up")
+    Error::new(Code::Unavailable, "the capture was given up")
 }
 
 fn read_all(process: &Process, areas: &[Area], mut batches: Batches, cancel: &AtomicBool) -> Result<(), Error> {

@@ -6,10 +6,6 @@ use rustix::io::Errno;
 
 use crate::error::{Code, Error, Left};
 
-pub(super) fn error(code: Code, message: impl Into<String>) -> Error {
-    Error { code, left: Left::RolledBack, message: message.into(), source: None }
-}
-
 /// What the kernel said about a process. Gone is `unavailable`, closed to us is `unsupported`.
 pub(super) fn about_process(pid: i32, source: io::Error) -> Error {
     let (code, message) = match Errno::from_io_error(&source) {

@@ -7,7 +7,6 @@
 use std::os::unix::ffi::OsStrExt;
 use std::path::PathBuf;
 
-use super::failure::error;
 use crate::error::{Code, Error};
 
 /// One mapping of a process: addresses [start, end), and what is behind it.
@@ -78,7 +77,7 @@ pub fn parse(text: &[u8]) -> Result<Vec<Vma>, Error> {
         .map(|line| {
             parse_line(line).ok_or_else(|| {
                 let shown = String::from_utf8_lossy(&line[..line.len().min(200)]).into_owned();
-                error(Code::Bug, format!("a line of a maps file makes no sense: {shown}"))
+                Error::new(Code::Bug, format!("a line of a maps file makes no sense: {shown}"))
             })
         })
         .collect()
@@ -121,17 +120,17 @@ pub fn find_areas(vmas: &[Vma], image: &Image) -> Result<Vec<Area>, Error> {
         vmas.iter().filter(|vma| is_of(vma, &image.backing) && vma.offset < image.size_bytes).collect();
     mapped.sort_by_key(|vma| vma.offset);
     if mapped.is_empty() {
-        return Err(error(Code::Unavailable, "the process does not map this memory"));
+        return Err(Error::new(Code::Unavailable, "the process does not map this memory"));
     }
     if mapped.iter().any(|vma| vma.shared) {
-        return Err(error(Code::Conflict, "the memory image is mapped shared"));
+        return Err(Error::new(Code::Conflict, "the memory image is mapped shared"));
     }
     let anonymous: Vec<&Vma> = vmas.iter().filter(|vma| vma.is_anonymous()).collect();
     let mut areas: Vec<Area> = Vec::new();
     let mut at = 0;
     for vma in mapped {
         if vma.offset < at {
-            return Err(error(Code::Conflict, "the memory image is mapped twice"));
+            return Err(Error::new(Code::Conflict, "the memory image is mapped twice"));
         }
         let before = areas.last().map(base_of);
         fill_gap(&mut areas, at..vma.offset, [before, vma.start.checked_sub(vma.offset)], &anonymous)?;
@@ -142,7 +141,7 @@ pub fn find_areas(vmas: &[Vma], image: &Image) -> Result<Vec<Area>, Error> {
     let before = areas.last().map(base_of);
     fill_gap(&mut areas, at..image.size_bytes, [before, None], &anonymous)?;
     if areas.iter().any(|area| (area.start | area.end | area.offset) % super::PAGE_BYTES != 0) {
-        return Err(error(Code::Conflict, "the memory image is not mapped in whole pages"));
+        return Err(Error::new(Code::Conflict, "the memory image is not mapped in whole pages"));
     }
     Ok(areas)
 }
@@ -191,7 +190,7 @@ fn fill_gap(
         }
     }
     if at < gap.end {
-        return Err(error(Code::Unavailable, format!("bytes {at} to {} of the memory are not mapped", gap.end)));
+        return Err(Error::new(Code::Unavailable, format!("bytes {at} to {} of the memory are not mapped", gap.end)));
     }
     Ok(())
 }

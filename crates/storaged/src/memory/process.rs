@@ -8,7 +8,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 use sys::remote;
 
-use super::failure::{about_process, error};
+use super::failure::about_process;
 use super::maps::{self, Area, Image};
 use super::scan::Private;
 use crate::error::{Code, Error};
@@ -39,7 +39,7 @@ impl Process {
     pub fn open(pid: i32) -> Result<Self, Error> {
         let failed = |source| about_process(pid, source);
         let held = Pid::from_raw(pid).filter(|_| pid > 0).ok_or_else(|| failed(io::ErrorKind::NotFound.into()));
-        let held = held.map_err(|_| error(Code::Unavailable, format!("there is no process {pid}")))?;
+        let held = held.map_err(|_| Error::new(Code::Unavailable, format!("there is no process {pid}")))?;
         let pidfd = pidfd_open(held, PidfdFlags::empty()).map_err(|errno| failed(errno.into()))?;
         // A file of /proc belongs to the process it was opened for, never to a later one.
         let pagemap = File::open(format!("/proc/{pid}/pagemap")).map_err(failed)?;
@@ -56,7 +56,7 @@ impl Process {
     pub fn open_identity(identity: Identity) -> Result<Self, Error> {
         let process = Self::open(identity.pid)?;
         if process.identity != identity {
-            return Err(error(Code::Unavailable, format!("process {} is another one by now", identity.pid)));
+            return Err(Error::new(Code::Unavailable, format!("process {} is another one by now", identity.pid)));
         }
         Ok(process)
     }
@@ -73,7 +73,7 @@ impl Process {
     /// `unavailable` if the process has ended.
     pub fn check_alive(&self) -> Result<(), Error> {
         if self.wait_end(0)? {
-            return Err(error(Code::Unavailable, format!("process {} has ended", self.pid())));
+            return Err(Error::new(Code::Unavailable, format!("process {} has ended", self.pid())));
         }
         Ok(())
     }
@@ -137,7 +137,7 @@ impl Process {
         let mut text = Vec::new();
         file.take(MOST_MAPS_BYTES + 1).read_to_end(&mut text).map_err(failed)?;
         if text.len() as u64 > MOST_MAPS_BYTES {
-            return Err(error(Code::Exhausted, format!("process {} has too many mappings", self.pid())));
+            return Err(Error::new(Code::Exhausted, format!("process {} has too many mappings", self.pid())));
         }
         self.check_alive()?; // else the file may be the one of a later process with this pid
         Ok(text)

@@ -12,7 +12,7 @@ use rustix::io::Errno;
 use sys::pagemap::{Region, scan_private};
 
 use super::PAGE_BYTES;
-use super::failure::{about_process, error};
+use super::failure::about_process;
 use crate::error::{Code, Error};
 
 const REGIONS_PER_CALL: usize = 8192;
@@ -116,7 +116,7 @@ impl Iterator for Private<'_> {
                         self.found = Vec::new().into_iter();
                         self.at = self.end;
                         self.last = None;
-                        return Some(Err(error(Code::Bug, "the kernel's page scan went backwards")));
+                        return Some(Err(Error::new(Code::Bug, "the kernel's page scan went backwards")));
                     }
                     last => {
                         if let Some(done) = last.replace(range) {
@@ -134,7 +134,7 @@ impl Iterator for Private<'_> {
                 }
                 if stuck {
                     self.failed = true;
-                    return Some(Err(error(Code::Bug, "the kernel's page scan makes no progress")));
+                    return Some(Err(Error::new(Code::Bug, "the kernel's page scan makes no progress")));
                 }
             } else {
                 return self.last.take().filter(|_| !self.failed).map(Ok);

@@ -3,7 +3,6 @@
 use sys::copy_code::MOST_RANGES;
 
 use crate::error::{Code, Error};
-use crate::memory::failure::error;
 use crate::memory::maps::{self, Area};
 use crate::memory::process::Process;
 
@@ -45,7 +44,7 @@ pub(super) fn find_unforked(process: &Process, areas: &[Area]) -> Result<[(u64, 
     }
     let mut found = [(0, 0); MOST_RANGES];
     if ranges.len() > found.len() {
-        return Err(error(Code::Unsupported, "guest memory is in too many pieces to be frozen"));
+        return Err(Error::new(Code::Unsupported, "guest memory is in too many pieces to be frozen"));
     }
     found[..ranges.len()].copy_from_slice(&ranges);
     Ok(found)

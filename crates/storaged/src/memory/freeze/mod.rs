@@ -23,7 +23,7 @@ use std::{io, thread};
 use sys::copy_code::NAME_BYTES;
 
 use super::capture::count_private;
-use super::failure::{about_process, error};
+use super::failure::about_process;
 use super::maps::{Area, Image};
 use super::process::{Identity, Process};
 use crate::error::{Code, Error};
@@ -89,7 +89,7 @@ pub fn freeze_observed(
     let areas = process.areas(request.image)?;
     let status = facts::read_status(&process)?;
     if status.anonymous_bytes > request.limits.most_anonymous_bytes {
-        return Err(error(
+        return Err(Error::new(
             Code::Exhausted,
             format!(
                 "a frozen copy may come to {} bytes of memory, and {} are allowed",
@@ -108,7 +108,7 @@ pub fn freeze_observed(
                     Frozen { areas: child.areas(request.image)?, image: request.image.clone(), process: child };
                 // A mapping that takes no part in forks would be missing.
                 if frozen.areas != areas {
-                    return Err(error(Code::Unsupported, "the process keeps guest memory out of its forks"));
+                    return Err(Error::new(Code::Unsupported, "the process keeps guest memory out of its forks"));
                 }
                 record(frozen.identity())?;
                 Ok(frozen)
@@ -121,13 +121,13 @@ pub fn freeze_observed(
                         attempt += 1;
                         thread::sleep(BETWEEN_ATTEMPTS);
                     }
-                    Err(failure) => return Err(failure.into()),
+                    Err(failure) => return Err(failure.into_error()),
                 }
             }
         };
         let thread = thread::Builder::new().name("freeze".into()).spawn_scoped(scope, tracing);
-        let thread = thread.map_err(|source| error(Code::Exhausted, format!("no thread: {source}")))?;
-        thread.join().unwrap_or_else(|_| Err(error(Code::Bug, "the tracer panicked")))
+        let thread = thread.map_err(|source| Error::new(Code::Exhausted, format!("no thread: {source}")))?;
+        thread.join().unwrap_or_else(|_| Err(Error::new(Code::Bug, "the tracer panicked")))
     })?;
     Ok(frozen)
 }
@@ -206,7 +206,7 @@ pub fn end_recorded(identity: Identity, timeout: Duration) -> Result<(), Error> 
 fn end(process: &Process, timeout: Duration) -> Result<(), Error> {
     process.kill();
     if !process.wait_end(u32::try_from(timeout.as_millis()).unwrap_or(u32::MAX))? {
-        return Err(error(Code::Unavailable, format!("frozen child {} does not end", process.pid())));
+        return Err(Error::new(Code::Unavailable, format!("frozen child {} does not end", process.pid())));
     }
     Ok(())
 }
@@ -234,7 +234,7 @@ pub fn find_named(name: &str) -> Result<Vec<Identity>, Error> {
 fn name_bytes(name: &str) -> Result<[u8; NAME_BYTES], Error> {
     let mut bytes = [0; NAME_BYTES];
     if name.is_empty() || name.len() >= NAME_BYTES || !name.bytes().all(|byte| byte.is_ascii_graphic()) {
-        return Err(error(Code::Invalid, format!("{name:?} cannot be the name of a process")));
+        return Err(Error::new(Code::Invalid, format!("{name:?} cannot be the name of a process")));
     }
     bytes[..name.len()].copy_from_slice(name.as_bytes());
     Ok(bytes)

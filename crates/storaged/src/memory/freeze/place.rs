@@ -9,7 +9,7 @@ use std::os::unix::fs::FileExt;
 
 use sys::copy_code::{MAGIC, MAGIC_OFFSET};
 
-use super::super::failure::{about_process, error};
+use super::super::failure::about_process;
 use crate::error::{Code, Error};
 use crate::memory::maps::{self, Vma};
 use crate::memory::process::Process;
@@ -57,7 +57,7 @@ pub(super) fn find(process: &Process, memory: &File, length: u64) -> Result<Plac
             return Ok(Place { start: start + at as u64, length, was_used });
         }
     }
-    Err(error(Code::Unsupported, format!("process {} has no room for the code that freezes it", process.pid())))
+    Err(Error::new(Code::Unsupported, format!("process {} has no room for the code that freezes it", process.pid())))
 }
 
 /// Where in *tail* there is room, and whether it was used before.

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use sys::copy_code::{self, Layout, MOST_RANGES, NAME_BYTES};
 use sys::trace::{self, Stop, Until};
 
-use super::super::failure::{about_process, error};
+use super::super::failure::about_process;
 use super::super::maps;
 use super::entry::{self, Entry};
 use super::place::{self, Place};
@@ -83,10 +83,10 @@ impl From<Error> for Failure {
     }
 }
 
-impl From<Failure> for Error {
-    fn from(failure: Failure) -> Self {
-        match failure {
-            Failure::Again(why) => error(Code::Unavailable, format!("the process cannot be frozen now: {why}")),
+impl Failure {
+    pub(super) fn into_error(self) -> Error {
+        match self {
+            Failure::Again(why) => Error::new(Code::Unavailable, format!("the process cannot be frozen now: {why}")),
             Failure::Failed(error) => error,
         }
     }
@@ -176,7 +176,7 @@ fn stop(target: &Target<'_>, tid: i32) -> Result<(), Error> {
     loop {
         match wait(target, tid)? {
             Stop::Interrupted => return Ok(()),
-            Stop::Group => return Err(error(Code::Conflict, format!("process {tid} is stopped by a signal"))),
+            Stop::Group => return Err(Error::new(Code::Conflict, format!("process {tid} is stopped by a signal"))),
             Stop::Exited(_) | Stop::Killed(_) => return Err(gone(tid)),
             Stop::Signal(signal) => resume(tid, Until::Event, signal)?,
             Stop::Child | Stop::Syscall | Stop::Other(_) => resume(tid, Until::Event, 0)?,
@@ -193,7 +193,7 @@ fn send(target: &Target<'_>, memory: &File, place: &Place, layout: &Layout) -> R
         return Err(Failure::Again("an earlier attempt is not over"));
     }
     let Some((Entry { offset, was_in_user_code }, constants)) = entry::plan(&registers, layout) else {
-        return Err(error(Code::Unsupported, format!("process {pid} does not run 64-bit code")).into());
+        return Err(Error::new(Code::Unsupported, format!("process {pid} does not run 64-bit code")).into());
     };
     if was_in_user_code && is_in_sequence(pid, memory) {
         return Err(Failure::Again("its thread is in a restartable sequence"));
@@ -273,7 +273,7 @@ impl<'a> Run<'a> {
         trace::detach(self.pid, 0).map_err(|source| about_process(self.pid, source))?;
         self.reached(Step::ThreadFree);
         let Some(copy) = self.copy else {
-            return Err(error(Code::Bug, "a copy was made and not seen").into());
+            return Err(Error::new(Code::Bug, "a copy was made and not seen").into());
         };
         while !self.held {
             let stop = wait(self.target, copy)?;
@@ -401,7 +401,7 @@ impl<'a> Run<'a> {
     fn pass(&self, stop: Stop) -> Result<(), Error> {
         match stop {
             Stop::Exited(_) | Stop::Killed(_) => Err(gone(self.pid)),
-            Stop::Group => Err(error(Code::Conflict, format!("process {} is stopped by a signal", self.pid))),
+            Stop::Group => Err(Error::new(Code::Conflict, format!("process {} is stopped by a signal", self.pid))),
             Stop::Signal(signal) => resume(self.pid, Until::Event, signal),
             Stop::Child | Stop::Interrupted | Stop::Syscall | Stop::Other(_) => resume(self.pid, Until::Event, 0),
         }
@@ -417,7 +417,7 @@ impl<'a> Run<'a> {
                     self.copy_stops_at_hold += 1; // on the way in, and on the way out
                     if self.copy_stops_at_hold == 2 {
                         if registers.0.rax != 0 {
-                            return Err(error(
+                            return Err(Error::new(
                                 Code::Unsupported,
                                 "this kernel cannot close all descriptors (Linux 5.9)",
                             ));
@@ -458,7 +458,7 @@ fn wait(target: &Target<'_>, tid: i32) -> Result<Stop, Error> {
 /// Lets others run between two looks. The kernel has no wait for a traced thread that ends after a while.
 fn rest(looks: &mut u32, deadline: Instant) -> Result<(), Error> {
     if Instant::now() > deadline {
-        return Err(error(Code::Unavailable, "the process could not be frozen in time"));
+        return Err(Error::new(Code::Unavailable, "the process could not be frozen in time"));
     }
     if *looks < EAGER_LOOKS {
         *looks += 1;
@@ -476,5 +476,5 @@ fn sleeps(pid: i32) -> bool {
 }
 
 fn gone(pid: i32) -> Error {
-    error(Code::Unavailable, format!("process {pid} has ended"))
+    Error::new(Code::Unavailable, format!("process {pid} has ended"))
 }
