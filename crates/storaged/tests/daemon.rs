@@ -313,3 +313,86 @@ fn wrong_arguments_are_told_from_failures() {
         assert_eq!(output.status.code(), Some(2), "{arguments:?}");
     }
 }
+
+/// A process that maps a memory image privately, as a VMM does, and changes some of it.
+struct Victim(Child);
+
+const VICTIM: &str = "
+import mmap, os, sys
+size = os.stat(sys.argv[1]).st_size
+memory = mmap.mmap(os.open(sys.argv[1], os.O_RDONLY), size, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
+for line in sys.stdin:
+    page, value = map(int, line.split())
+    memory[page * 4096:(page + 1) * 4096] = bytes([value]) * 4096
+    print('done', flush=True)
+";
+
+impl Victim {
+    fn start(image: &Path) -> Self {
+        let mut python = Command::new("python3");
+        python.args(["-c", VICTIM]).arg(image).stdin(Stdio::piped()).stdout(Stdio::piped());
+        Self(python.spawn().unwrap())
+    }
+
+    fn write(&mut self, page: usize, value: u8) {
+        writeln!(self.0.stdin.as_mut().unwrap(), "{page} {value}").unwrap();
+        let mut said = [0; 5];
+        self.0.stdout.as_mut().unwrap().read_exact(&mut said).unwrap();
+        assert_eq!(&said, b"done\n");
+    }
+}
+
+impl Drop for Victim {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+fn set(memory: &mut [u8], page: usize, value: u8) {
+    memory[page * 4096..(page + 1) * 4096].fill(value);
+}
+
+#[test]
+fn what_a_process_changed_becomes_a_layer_that_others_map() {
+    const PAGES: usize = 64;
+    if cannot_run() {
+        return;
+    }
+    let place = tempfile::tempdir().unwrap();
+    let daemon = Daemon::start(place.path());
+    let mut client = daemon.client();
+    let mut expected = vec![9; PAGES * 4096];
+    let source = place.path().join("source");
+    fs::write(&source, &expected).unwrap();
+    let imported = client.fine("import", json!({ "source": source, "size_bytes": expected.len() }))["stack"].take();
+    let mut stack = imported;
+    for (round, compression) in ["none", "lz4", "zstd", "none"].into_iter().enumerate() {
+        let image = client.path("attach_memory", json!({ "owner": "source", "stack": stack }));
+        let mut victim = Victim::start(&image);
+        for (page, value) in [(round, 1), (10 + round, 0), (20, u8::try_from(round).unwrap() + 40)] {
+            victim.write(page, value);
+            set(&mut expected, page, value);
+        }
+        let pid = victim.0.id();
+        let arguments = json!({ "owner": "source", "pid": pid, "compression": compression });
+        let captured = client.fine("capture_memory", arguments);
+        assert_eq!(captured["captured_bytes"], json!(3 * 4096));
+        drop(victim);
+        client.fine("detach", json!({ "owner": "source" }));
+        stack = captured["stack"].clone();
+        let clone = client.path("attach_memory", json!({ "owner": "clone", "stack": stack }));
+        assert!(fs::read(&clone).unwrap() == expected, "{compression}");
+        client.fine("detach", json!({ "owner": "clone" }));
+        assert!(!clone.exists());
+    }
+    let flat = client.fine("flatten", json!({ "kind": "memory", "stack": stack }))["stack"].take();
+    let image = client.path("attach_memory", json!({ "owner": "source", "stack": flat }));
+    assert!(fs::read(&image).unwrap() == expected);
+    let stranger = Victim::start(&place.path().join("root/VERSION"));
+    let gone = json!({ "owner": "source", "pid": stranger.0.id(), "compression": "none" });
+    assert_eq!(client.call("capture_memory", gone)["error"]["code"], json!("unavailable"));
+    drop(stranger);
+    client.fine("remove", json!({ "owner": "source" }));
+    daemon.end();
+}

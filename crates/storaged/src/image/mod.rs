@@ -1,5 +1,6 @@
 //! What guests see: disks and memory, made of layers and uppers, kept in records.
 
+pub mod captured;
 pub mod disk;
 pub mod memory;
 pub mod record;

@@ -3,6 +3,7 @@
 //! One operation of an owner at a time; operations of different owners wait for each other only for
 //! as long as it takes to put something in a table. A table is never locked while a front end is called.
 
+mod capturing;
 mod operations;
 mod service;
 #[cfg(test)]

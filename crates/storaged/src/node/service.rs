@@ -120,6 +120,12 @@ impl Service {
             Call::AttachMemory { owner, stack } => {
                 node.attach_memory(&owner, &stack).map(|path| json!({ "path": path }))
             }
+            Call::CaptureMemory { owner, pid, compression } => {
+                let (stack, held, bytes) = node.capture_memory(&owner, pid, compression)?;
+                let mut answer = session.keep((stack, held));
+                answer["captured_bytes"] = json!(bytes);
+                Ok(answer)
+            }
             Call::Flatten { kind, stack } => node.flatten(kind, &stack).map(|made| session.keep(made)),
             Call::Import { source, size_bytes } => node.import(&source, size_bytes).map(|made| session.keep(made)),
             Call::Detach { owner } => node.detach(&owner).map(|()| json!({})),
@@ -132,11 +138,9 @@ impl Service {
                 Ok(json!({ "deleted": deleted, "bytes": bytes }))
             }
             Call::Statistics {} => Ok(self.statistics()),
-            Call::Freeze { .. }
-            | Call::AttachFrozen { .. }
-            | Call::Thaw { .. }
-            | Call::CaptureMemory { .. }
-            | Call::CaptureFrozen { .. } => Err(Error::new(Code::Unsupported, "this daemon captures no memory")),
+            Call::Freeze { .. } | Call::AttachFrozen { .. } | Call::Thaw { .. } | Call::CaptureFrozen { .. } => {
+                Err(Error::new(Code::Unsupported, "this daemon freezes no memory"))
+            }
         }
     }
 
@@ -205,8 +209,8 @@ impl Service {
 impl Session {
     /// Holds the layer that a call made for as long as the connection lives.
     fn keep(&self, (stack, held): (Stack, Held)) -> Value {
-        if let Some(made) = last(&stack) {
-            // Only that one: those below are held by whoever has them.
+        // Only the one on top: those below are held by whoever has them.
+        if let Some(made) = last(&stack).filter(|made| held.names().contains(made)) {
             let only = held.of(made);
             self.held().insert(made.clone(), only);
         }
