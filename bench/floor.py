@@ -186,7 +186,7 @@ def _write_down(ask: Ask, pid: int, image: Path, out: Path) -> None:
     ask("stop")
     ask("xen-save-devices-state", {"filename": str(out.with_suffix(".state")), "live": False})
     with Path(f"/proc/{pid}/maps").open() as maps:
-        area = next(line.split()[0] for line in maps if line.rstrip().endswith(str(image)))
+        area = next(line.split()[0] for line in maps if line.rstrip().endswith(str(image.resolve())))
     low, high = (int(part, 16) for part in area.split("-"))
     with (
         Path(f"/proc/{pid}/pagemap").open("rb", buffering=0) as pagemap,

@@ -33,6 +33,10 @@ pub(crate) struct Groups {
     /// Kept open, because it is read at every start; not there without the memory controller.
     memory_events: Option<OwnedFd>,
     frozen: Cell<bool>,
+    /// Whether the kernel holds the workload: an empty one is frozen by our word alone.
+    held: Cell<bool>,
+    /// Leaves that were given out and have not come back: a process may be on its way into one.
+    given_out: Cell<usize>,
     thawed: Notify,
     turns: Turns,
     spare: RefCell<Vec<Leaf>>,
@@ -79,6 +83,8 @@ impl Groups {
             root,
             memory_events: memory_events.ok(),
             frozen: Cell::new(false),
+            held: Cell::new(false),
+            given_out: Cell::new(0),
             thawed: Notify::new(),
             turns: Turns::default(),
             spare: RefCell::default(),
@@ -91,7 +97,8 @@ impl Groups {
                 groups.lingering.borrow_mut().push(Leaf { name, directory });
             }
         }
-        groups.frozen.set(groups.read("workload/cgroup.freeze")?.trim() == "1");
+        groups.held.set(groups.read("workload/cgroup.freeze")?.trim() == "1");
+        groups.frozen.set(groups.held.get());
         Ok(groups)
     }
 
@@ -115,14 +122,14 @@ impl Groups {
         let turn = self.turns.take(turn)?;
         self.frozen.set(true);
         let frozen = tokio::select! {
-            frozen = tokio::time::timeout(limit, self.set_frozen(true)) => frozen,
+            frozen = tokio::time::timeout(limit, self.stop_all()) => frozen,
             () = self.turns.wait_passed(turn) => return Err(OrderError::Late),
         };
         match frozen {
             Ok(Ok(())) if self.turns.is_latest(turn) => Ok(()),
             _ if !self.turns.is_latest(turn) => Err(OrderError::Late),
             failed => {
-                let _ = self.write("workload/cgroup.freeze", "0");
+                let _ = self.let_go();
                 self.mark_thawed();
                 failed.unwrap_or_else(|_| {
                     let text = format!("the workload did not freeze within {} ms", limit.as_millis());
@@ -139,7 +146,7 @@ impl Groups {
     /// When the kernel refuses, or an order later than *turn* was there first.
     pub(crate) fn thaw(&self, turn: Option<u64>) -> Result<(), OrderError> {
         self.turns.take(turn)?;
-        self.write("workload/cgroup.freeze", "0")?;
+        self.let_go()?;
         self.mark_thawed();
         Ok(())
     }
@@ -154,19 +161,35 @@ impl Groups {
         self.thawed.notify_waiters();
     }
 
-    async fn set_frozen(&self, frozen: bool) -> io::Result<()> {
+    /// Has the kernel stop the workload, unless there is nothing in it: then nothing comes into it either, since
+    /// whoever wants a leaf first has the kernel stop it after all ([`Self::acquire`]). A restored sandbox without
+    /// processes is let run without a call that an emulated processor meets for the first time.
+    async fn stop_all(&self) -> io::Result<()> {
         let file = openat(&self.root, "workload/cgroup.events", OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty())?;
+        if self.given_out.get() == 0 && says(&file, "populated 0")? {
+            return Ok(());
+        }
         let events = watch(file, Interest::PRIORITY)?;
-        self.write("workload/cgroup.freeze", if frozen { "1" } else { "0" })?;
-        let wanted = if frozen { "frozen 1" } else { "frozen 0" };
+        self.hold()?;
         loop {
-            let mut text = [0; 128];
-            let length = rustix::io::pread(events.get_ref(), &mut text, 0)?;
-            if String::from_utf8_lossy(&text[..length]).lines().any(|line| line == wanted) {
+            if says(events.get_ref(), "frozen 1")? {
                 return Ok(());
             }
             events.ready(Interest::PRIORITY).await?.clear_ready();
         }
+    }
+
+    fn hold(&self) -> io::Result<()> {
+        self.held.set(true);
+        self.write("workload/cgroup.freeze", "1")
+    }
+
+    fn let_go(&self) -> io::Result<()> {
+        if self.held.get() {
+            self.write("workload/cgroup.freeze", "0")?;
+            self.held.set(false);
+        }
+        Ok(())
     }
 
     /// How many tasks the OOM killer has ended in the workload so far.
@@ -184,6 +207,15 @@ impl Groups {
     /// # Errors
     /// When the kernel makes no more groups.
     pub(crate) fn acquire(&self) -> io::Result<Leaf> {
+        if self.frozen.get() && !self.held.get() {
+            self.hold()?;
+        }
+        let leaf = self.free_leaf()?;
+        self.given_out.set(self.given_out.get() + 1);
+        Ok(leaf)
+    }
+
+    fn free_leaf(&self) -> io::Result<Leaf> {
         if let Some(leaf) = self.spare.borrow_mut().pop() {
             return Ok(leaf);
         }
@@ -197,6 +229,7 @@ impl Groups {
 
     /// Gives a group back after its process has ended; what still runs in it is left alone.
     pub(crate) fn release(&self, leaf: Leaf) {
+        self.given_out.set(self.given_out.get().saturating_sub(1));
         let mut lingering = self.lingering.borrow_mut();
         lingering.push(leaf);
         let mut spare = self.spare.borrow_mut();
@@ -286,6 +319,13 @@ impl Leaf {
         let text = file.map_err(io::Error::from).and_then(|file| io::read_to_string(File::from(file)));
         text.is_ok_and(|text| text.lines().any(|line| line == "populated 1"))
     }
+}
+
+/// Whether one of the lines of an events file is *line*.
+fn says(events: &OwnedFd, line: &str) -> io::Result<bool> {
+    let mut text = [0; 128];
+    let length = rustix::io::pread(events, &mut text, 0)?;
+    Ok(String::from_utf8_lossy(&text[..length]).lines().any(|found| found == line))
 }
 
 fn open_group(root: &OwnedFd, name: &str) -> io::Result<OwnedFd> {

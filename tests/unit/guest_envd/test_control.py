@@ -172,6 +172,17 @@ class TestFreezing:
             wait_until(lambda: cpu_ticks(pid) > used)
             agent.call("process.Process/SendSignal", {"process": {"pid": pid}, "signal": "SIGNAL_SIGKILL"})
 
+    def test_what_an_ended_process_left_behind_is_frozen_too(self, agent: Agent) -> None:
+        with agent.start("/bin/sh", "-c", "(while :; do :; done) >/dev/null 2>&1 & echo $!", stdin=False) as stream:
+            outcome = stream.outcome(stream.started())
+        left = int(outcome.stdout)
+        assert agent.control("/freeze").status == 204
+        assert "frozen 1" in events_of(left)
+        used = cpu_ticks(left)
+        assert agent.control("/thaw").status == 204
+        wait_until(lambda: cpu_ticks(left) > used)
+        os.kill(left, 9)
+
     def test_freezing_and_thawing_twice_is_fine(self, agent: Agent) -> None:
         for path in ("/freeze", "/freeze", "/thaw", "/thaw"):
             assert agent.control(path).status == 204
