@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
 use crate::error::{Code, Error, Left, Result};
-use crate::names::{LayerName, Owner};
+use crate::names::{Id, LayerName, Owner};
 
 pub const VERSION: u32 = 1;
 
@@ -55,10 +55,10 @@ pub enum Call {
     SealDisk { owner: Owner },
     AttachMemory { owner: Owner, stack: Stack },
     Freeze { owner: Owner, pid: i32 },
-    AttachFrozen { owner: Owner, frozen: String },
-    Thaw { frozen: String },
+    AttachFrozen { owner: Owner, frozen: Id },
+    Thaw { frozen: Id },
     CaptureMemory { owner: Owner, pid: i32, compression: Compression },
-    CaptureFrozen { frozen: String, compression: Compression },
+    CaptureFrozen { frozen: Id, compression: Compression },
     Flatten { kind: StackKind, stack: Stack },
     Import { source: PathBuf, size_bytes: u64 },
     Detach { owner: Owner },

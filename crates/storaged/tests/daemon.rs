@@ -396,3 +396,42 @@ fn what_a_process_changed_becomes_a_layer_that_others_map() {
     client.fine("remove", json!({ "owner": "source" }));
     daemon.end();
 }
+
+#[test]
+fn a_frozen_child_is_written_down_as_it_was_also_by_the_next_daemon() {
+    const PAGES: usize = 64;
+    if cannot_run() {
+        return;
+    }
+    let place = tempfile::tempdir().unwrap();
+    let mut daemon = Daemon::start(place.path());
+    let mut client = daemon.client();
+    let image = client.path("attach_memory", json!({ "owner": "source", "stack": empty((PAGES * 4096) as u64) }));
+    let mut expected = vec![0; PAGES * 4096];
+    let mut victim = Victim::start(&image);
+    victim.write(3, 7);
+    set(&mut expected, 3, 7);
+    let froze = client.fine("freeze", json!({ "owner": "source", "pid": victim.0.id() }));
+    assert_eq!(froze["dirty_bytes"], json!(4096));
+    // The source goes on: what it writes now is not in the picture.
+    victim.write(3, 8);
+    victim.write(4, 9);
+    daemon.restart();
+    client = daemon.client();
+    let capture = json!({ "frozen": froze["frozen"], "compression": "none" });
+    let captured = client.fine("capture_frozen", capture.clone());
+    assert_eq!(client.fine("capture_frozen", capture.clone()), captured);
+    let clone = client.path("attach_memory", json!({ "owner": "clone", "stack": captured["stack"] }));
+    assert!(fs::read(&clone).unwrap() == expected);
+    victim.write(5, 1);
+    let thaw = json!({ "frozen": froze["frozen"] });
+    client.fine("thaw", thaw.clone());
+    assert_eq!(client.call("thaw", thaw)["error"]["code"], json!("not_found"));
+    assert_eq!(client.call("capture_frozen", capture)["error"]["code"], json!("not_found"));
+    assert_eq!(client.fine("statistics", json!({}))["frozen"], json!(0));
+    drop(victim);
+    for owner in ["source", "clone"] {
+        client.fine("remove", json!({ "owner": owner }));
+    }
+    daemon.end();
+}

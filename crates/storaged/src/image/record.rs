@@ -29,11 +29,28 @@ pub struct MemoryRecord {
     pub owners: Vec<Owner>,
 }
 
+/// A frozen child, and where it is to be found. Of no use after another boot.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct FrozenRecord {
+    pub pid: i32,
+    pub start_time: u64,
+    /// Of the image that it maps.
+    pub file_system: (u32, u32),
+    pub inode: u64,
+    /// What that image shows.
+    pub stack: Stack,
+    /// The same with what the child had changed, once that is written down.
+    pub captured: Option<Stack>,
+    pub captured_bytes: u64,
+}
+
 /// Which file a record is.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Key {
     Disk(Owner),
     Memory(u64),
+    Frozen(Id),
 }
 
 impl Key {
@@ -41,12 +58,16 @@ impl Key {
         root.images().join(match self {
             Self::Disk(owner) => format!("disk-{owner}"),
             Self::Memory(device) => format!("memory-{device}"),
+            Self::Frozen(id) => format!("frozen-{id}"),
         })
     }
 
     fn parse(name: &str) -> Option<Self> {
         if let Some(owner) = name.strip_prefix("disk-") {
             return Owner::parse(owner).ok().map(Self::Disk);
+        }
+        if let Some(id) = name.strip_prefix("frozen-") {
+            return Id::parse(id).ok().map(Self::Frozen);
         }
         name.strip_prefix("memory-")?.parse().ok().map(Self::Memory)
     }

@@ -1,6 +1,7 @@
 //! Memory of processes: what one changed in the image that it maps.
 
 use std::os::unix::fs::MetadataExt;
+use std::sync::Arc;
 
 use super::{Node, memory_name};
 use crate::device::{Device, Kind};
@@ -22,8 +23,7 @@ impl Node {
     /// `exhausted` without room.
     pub fn capture_memory(&self, owner: &Owner, pid: i32, compression: Compression) -> Result<(Stack, Held, u64)> {
         let _turn = self.owners.lock(owner);
-        let memory = self.images().attached.get(owner).cloned();
-        let memory = memory.ok_or_else(|| Error::new(Code::NotFound, format!("{owner} has no memory attached")))?;
+        let memory = self.attached(owner)?;
         let image = self.mapped(&memory)?;
         let process = Process::open(pid)?;
         let source = Source { process: &process, image: &image, stack: memory.stack() };
@@ -31,8 +31,13 @@ impl Node {
         Ok((stack, held, captured.data_bytes + captured.zero_bytes))
     }
 
+    pub(super) fn attached(&self, owner: &Owner) -> Result<Arc<Memory>> {
+        let memory = self.images().attached.get(owner).cloned();
+        memory.ok_or_else(|| Error::new(Code::NotFound, format!("{owner} has no memory attached")))
+    }
+
     /// How a process that maps *memory* shows it: by file, since a jailed one knows another path.
-    fn mapped(&self, memory: &Memory) -> Result<Image> {
+    pub(super) fn mapped(&self, memory: &Memory) -> Result<Image> {
         if self.front().is_none() {
             return Err(Error::new(Code::Unsupported, "this daemon shows no memory that a process could map"));
         }

@@ -4,6 +4,7 @@
 //! as long as it takes to put something in a table. A table is never locked while a front end is called.
 
 mod capturing;
+mod freezing;
 mod operations;
 mod service;
 #[cfg(test)]
@@ -24,7 +25,7 @@ use crate::image::memory::Memory;
 use crate::image::record::{self, DiskRecord, Key, MemoryRecord};
 use crate::keyed::Keyed;
 use crate::library::Library;
-use crate::names::{LayerName, Owner};
+use crate::names::{Id, LayerName, Owner};
 use crate::protocol::Stack;
 use crate::root::Root;
 use crate::stack::Stacks;
@@ -53,6 +54,7 @@ struct Images {
     users: BTreeMap<DeviceId, BTreeSet<Owner>>,
     /// Owners whose record cannot be read. They can be removed, and nothing else.
     damaged: BTreeSet<Owner>,
+    frozen: BTreeMap<Id, Arc<freezing::Child>>,
 }
 
 enum Image {
@@ -125,12 +127,17 @@ fn load(parts: &Arc<Parts>) -> Result<Images> {
     let root = &parts.root;
     let mut images = Images::default();
     let mut highest = 0;
-    for key in record::list(root)? {
+    let keys = record::list(root)?;
+    if root.same_boot() {
+        images.frozen = freezing::load(parts, &keys)?;
+    }
+    for key in keys {
         let loaded = match &key {
             Key::Disk(owner) => load_disk(parts, &mut images, owner, &key),
             // Nobody maps anything any more after another boot.
-            Key::Memory(_) if !root.same_boot() => record::remove(root, &key).map(|()| 0),
+            Key::Memory(_) | Key::Frozen(_) if !root.same_boot() => record::remove(root, &key).map(|()| 0),
             Key::Memory(device) => load_memory(parts, &mut images, *device, &key),
+            Key::Frozen(_) => Ok(0),
         };
         match loaded {
             Ok(device) => highest = highest.max(device),

@@ -138,9 +138,19 @@ impl Service {
                 Ok(json!({ "deleted": deleted, "bytes": bytes }))
             }
             Call::Statistics {} => Ok(self.statistics()),
-            Call::Freeze { .. } | Call::AttachFrozen { .. } | Call::Thaw { .. } | Call::CaptureFrozen { .. } => {
-                Err(Error::new(Code::Unsupported, "this daemon freezes no memory"))
+            Call::Freeze { owner, pid } => node.freeze(&owner, pid).map(|froze| {
+                let copy_ms = froze.took.as_secs_f64() * 1000.0;
+                json!({ "frozen": froze.frozen, "copy_ms": copy_ms, "dirty_bytes": froze.dirty_bytes })
+            }),
+            Call::CaptureFrozen { frozen, compression } => {
+                let (stack, held, bytes) = node.capture_frozen(frozen, compression)?;
+                let mut answer = session.keep((stack, held));
+                answer["captured_bytes"] = json!(bytes);
+                Ok(answer)
             }
+            Call::Thaw { frozen } => node.thaw(frozen).map(|()| json!({})),
+            // Forks wait for the layer until then.
+            Call::AttachFrozen { .. } => Err(Error::new(Code::Unsupported, "no memory is served from a frozen child")),
         }
     }
 
@@ -167,9 +177,9 @@ impl Service {
     }
 
     fn statistics(&self) -> Value {
-        let (disks, memories, damaged) = {
+        let (disks, memories, damaged, frozen) = {
             let images = self.node.images();
-            (images.disks.len(), images.memories.len(), images.damaged.len())
+            (images.disks.len(), images.memories.len(), images.damaged.len(), images.frozen.len())
         };
         let work = self.work();
         let calls: BTreeMap<_, _> = work
@@ -181,6 +191,7 @@ impl Service {
             "disks": disks,
             "memories": memories,
             "damaged": damaged,
+            "frozen": frozen,
             "open_layers": self.node.parts.library.open_files(),
             "index_bytes": self.node.parts.stacks.memory_bytes(),
             "running": work.running,
