@@ -187,9 +187,10 @@ fn a_seal_that_was_cut_short_anywhere_loses_nothing() {
 fn writes_go_on_during_seals_and_each_is_in_the_end_there() {
     let bench = bench();
     let done = std::sync::atomic::AtomicBool::new(false);
+    let written = AtomicU64::new(0);
     std::thread::scope(|scope| {
         for writer in 0..4_u64 {
-            let (disk, done) = (&bench.disk, &done);
+            let (disk, done, written) = (&bench.disk, &done, &written);
             scope.spawn(move || {
                 let mut round = 0_u64;
                 while !done.load(Ordering::Relaxed) || round < 50 {
@@ -200,10 +201,16 @@ fn writes_go_on_during_seals_and_each_is_in_the_end_there() {
                     disk.read(&mut back, at).unwrap();
                     assert_eq!(back, [value; 4096]);
                     round += 1;
+                    written.fetch_add(1, Ordering::Relaxed);
                 }
             });
         }
         for _ in 0..12 {
+            // So that there is something to seal; a writer writes fifty times at least.
+            let before = written.load(Ordering::Relaxed);
+            while written.load(Ordering::Relaxed) < (before + 4).min(190) {
+                std::thread::yield_now();
+            }
             bench.disk.seal().unwrap();
         }
         done.store(true, Ordering::Relaxed);
