@@ -1,5 +1,7 @@
-//! `storaged serve --root DIR --socket PATH [--mount DIR]`: the daemon. `storaged keep`: see [`storaged::keeper`].
+//! `storaged serve --root DIR --socket PATH [--mount DIR] [--keeper PATH]`: the daemon, which says `serving` on its
+//! standard output once it can be asked. `storaged keep`: see [`storaged::keeper`].
 
+use std::io::Write;
 use std::os::fd::AsFd;
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -13,7 +15,8 @@ use storaged::fuse::{Front, Options};
 use storaged::node::{Node, Service};
 use storaged::{keeper, server};
 
-const USAGE: &str = "usage: storaged serve --root DIR --socket PATH [--mount DIR]\n       storaged keep";
+const USAGE: &str =
+    "usage: storaged serve --root DIR --socket PATH [--mount DIR] [--keeper PATH]\n       storaged keep";
 /// How long requests in progress may take at the end. The next daemon does again what was not done.
 const STOP_LIMIT: Duration = Duration::from_secs(30);
 const SIGINT: i32 = 2;
@@ -23,6 +26,7 @@ struct Arguments {
     root: PathBuf,
     socket: PathBuf,
     mount: PathBuf,
+    keeper: PathBuf,
 }
 
 fn main() -> ExitCode {
@@ -52,20 +56,22 @@ fn usage() -> ExitCode {
 }
 
 fn parse(words: &[&str]) -> Option<Arguments> {
-    let (mut root, mut socket, mut mount) = (None, None, None);
+    let (mut root, mut socket, mut mount, mut keeper) = (None, None, None, None);
     for pair in words.chunks(2) {
         let [name, value] = pair else { return None };
         let place = match *name {
             "--root" => &mut root,
             "--socket" => &mut socket,
             "--mount" => &mut mount,
+            "--keeper" => &mut keeper,
             _ => return None,
         };
         *place = Some(PathBuf::from(value));
     }
     let root: PathBuf = root?;
     let mount = mount.unwrap_or_else(|| root.join("mount"));
-    Some(Arguments { root, socket: socket?, mount })
+    let keeper = keeper.unwrap_or_else(|| root.join("keeper.sock"));
+    Some(Arguments { root, socket: socket?, mount, keeper })
 }
 
 fn keep() -> Result<()> {
@@ -80,10 +86,10 @@ fn serve(arguments: &Arguments) -> Result<()> {
     setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, ..limit }).during("cannot raise the open files")?;
 
     let node = Arc::new(Node::open(&arguments.root)?);
-    let options = Options::new(arguments.mount.clone(), arguments.root.join("keeper.sock"));
+    let options = Options::new(arguments.mount.clone(), arguments.keeper.clone());
     let (front, start) = Front::start(&options, Arc::clone(&node) as Arc<dyn Directory>)?;
     node.show_through(front);
-    let service = Arc::new(Service::new(Arc::clone(&node)));
+    let service = Arc::new(Service::new(Arc::clone(&node)).mounted(start));
     let (ended, ending) = mpsc::channel();
     let listener = server::listen(&arguments.socket)?;
     server::serve(listener, Arc::clone(&service), ended.clone()).during("cannot serve")?;
@@ -95,12 +101,15 @@ fn serve(arguments: &Arguments) -> Result<()> {
         })
         .during("cannot wait for signals")?;
     eprintln!("storaged: serving {} at {}, {start:?}", arguments.root.display(), arguments.socket.display());
+    // Whoever started us may be gone already.
+    let _ = writeln!(std::io::stdout(), "serving");
 
     ending.recv().map_err(|_| Error::new(Code::Bug, "nobody can end this daemon"))?;
     service.end();
     if let Some(front) = node.front() {
-        // Whatever has an image open keeps the mount, and goes on with the next daemon.
-        if front.unmount().is_err() && !front.stop(STOP_LIMIT) {
+        // Whoever has a path, or an image open, keeps the mount, and goes on with the next daemon.
+        let gone = !node.in_use() && front.unmount().is_ok();
+        if !gone && !front.stop(STOP_LIMIT) {
             eprintln!("storaged: some requests are left to the next daemon");
         }
     }

@@ -100,6 +100,12 @@ impl Node {
         self.front.get()
     }
 
+    /// Whether somebody has been given a path, and has not said that it is not used any more.
+    pub fn in_use(&self) -> bool {
+        let images = self.images();
+        !images.attached.is_empty() || images.disks.values().any(|disk| disk.is_open())
+    }
+
     fn images(&self) -> RwLockReadGuard<'_, Images> {
         self.images.read().unwrap_or_else(PoisonError::into_inner)
     }

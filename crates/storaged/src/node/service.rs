@@ -7,6 +7,7 @@ use serde_json::{Value, json};
 
 use super::{Node, last};
 use crate::error::{Code, Error, Result};
+use crate::fuse::Start;
 use crate::library::Held;
 use crate::names::LayerName;
 use crate::protocol::{Call, Stack};
@@ -20,6 +21,7 @@ pub struct Session {
 /// Answers calls from many threads.
 pub struct Service {
     node: Arc<Node>,
+    mounted: Option<Start>,
     work: Mutex<Work>,
     done: Condvar,
 }
@@ -49,7 +51,14 @@ struct Counted {
 
 impl Service {
     pub fn new(node: Arc<Node>) -> Self {
-        Self { node, work: Mutex::default(), done: Condvar::new() }
+        Self { node, mounted: None, work: Mutex::default(), done: Condvar::new() }
+    }
+
+    /// For callers to learn what became of the paths that an earlier daemon gave.
+    #[must_use]
+    pub fn mounted(mut self, start: Start) -> Self {
+        self.mounted = Some(start);
+        self
     }
 
     pub fn node(&self) -> &Arc<Node> {
@@ -209,6 +218,7 @@ impl Service {
             "pid": std::process::id(),
             "front_ends": front.map(|_| "fuse").into_iter().collect::<Vec<_>>(),
             "mount": front.map(crate::fuse::Front::mount_point),
+            "mounted": self.mounted,
         })
     }
 
