@@ -418,6 +418,38 @@ fn a_frozen_child_is_written_down_as_it_was_also_by_the_next_daemon() {
     victim.write(4, 9);
     daemon.restart();
     client = daemon.client();
+    // A fork starts from the child before anything is written, and it may fork again.
+    let frozen = froze["frozen"].clone();
+    let fork = client.path("attach_frozen", json!({ "owner": "fork", "frozen": frozen }));
+    assert_eq!(client.path("attach_frozen", json!({ "owner": "twin", "frozen": frozen })), fork);
+    assert!(fs::read(&fork).unwrap() == expected);
+    client.fine("thaw", json!({ "frozen": frozen }));
+    daemon.restart();
+    client = daemon.client();
+    client.fine("detach", json!({ "owner": "twin" }));
+    let mut forked = Victim::start(&fork);
+    forked.write(9, 5);
+    let arguments = json!({ "owner": "fork", "pid": forked.0.id(), "compression": "lz4" });
+    let deeper = client.fine("capture_memory", arguments)["stack"].take();
+    assert_eq!(deeper["layers"].as_array().unwrap().len(), 2);
+    assert_eq!(client.fine("statistics", json!({}))["frozen"], json!(0), "it was thawed when it had gone over");
+    assert!(fs::read(&fork).unwrap() == expected);
+    let image = client.path("attach_memory", json!({ "owner": "deeper", "stack": deeper }));
+    let mut with_fork = expected.clone();
+    set(&mut with_fork, 9, 5);
+    assert!(fs::read(image).unwrap() == with_fork);
+    daemon.restart();
+    client = daemon.client();
+    assert!(fs::read(&fork).unwrap() == expected);
+    drop(forked);
+    for owner in ["fork", "deeper"] {
+        client.fine("remove", json!({ "owner": owner }));
+    }
+    assert!(!fork.exists());
+
+    set(&mut expected, 3, 8);
+    set(&mut expected, 4, 9);
+    let froze = client.fine("freeze", json!({ "owner": "source", "pid": victim.0.id() }));
     let capture = json!({ "frozen": froze["frozen"], "compression": "none" });
     let captured = client.fine("capture_frozen", capture.clone());
     assert_eq!(client.fine("capture_frozen", capture.clone()), captured);

@@ -9,6 +9,9 @@ use super::{Parts, check as check_range, unreadable};
 use crate::device::{Answer, Device, DeviceId, Kind};
 use crate::error::{Error, Result};
 use crate::library::Held;
+use crate::memory::freeze::Frozen;
+use crate::memory::source::Holder;
+use crate::names::Id;
 use crate::protocol::Stack;
 use crate::stack::{self, View};
 
@@ -20,6 +23,16 @@ pub struct Memory {
     stack: Stack,
     view: OnceLock<View>,
     opening: Mutex<()>,
+    _held: Held,
+    /// Who has the newest pages, until they are in a layer.
+    child: Option<(Id, Arc<Frozen>)>,
+    over: OnceLock<Over>,
+}
+
+/// What is shown once the pages of a frozen child are in a layer.
+struct Over {
+    stack: Stack,
+    view: View,
     _held: Held,
 }
 
@@ -42,15 +55,40 @@ impl Memory {
 
     fn assemble(parts: &Arc<Parts>, device: DeviceId, stack: Stack, held: Held) -> Self {
         let parts = Arc::clone(parts);
-        Self { parts, device, stack, view: OnceLock::new(), opening: Mutex::default(), _held: held }
+        let (view, over) = (OnceLock::new(), OnceLock::new());
+        Self { parts, device, stack, view, opening: Mutex::default(), _held: held, child: None, over }
+    }
+
+    /// The same with the pages of *child* on top, which had mapped the stack.
+    #[must_use]
+    pub fn on_child(mut self, id: Id, child: Arc<Frozen>) -> Self {
+        self.child = Some((id, child));
+        self
+    }
+
+    /// The frozen child that is still needed.
+    pub fn waits_for(&self) -> Option<Id> {
+        self.child.as_ref().filter(|_| self.over.get().is_none()).map(|(id, _)| *id)
+    }
+
+    /// From now on *stack* is read, which shows the same.
+    ///
+    /// # Errors
+    /// As [`Memory::open`]; nothing has changed then.
+    pub fn go_over(&self, stack: Stack, held: Held) -> Result<()> {
+        let view = self.parts.stacks.open(&stack)?;
+        // The first stays: they show the same.
+        let _ = self.over.set(Over { stack, view, _held: held });
+        Ok(())
     }
 
     pub fn device(&self) -> DeviceId {
         self.device
     }
 
+    /// What it shows, but for the pages of a child that it still waits for.
     pub fn stack(&self) -> &Stack {
-        &self.stack
+        self.over.get().map_or(&self.stack, |over| &over.stack)
     }
 
     /// Makes sure that it can be read.
@@ -87,6 +125,32 @@ pub fn check(stack: &Stack) -> Result<()> {
     Ok(())
 }
 
+impl Memory {
+    /// Reads through the child.
+    fn read_child(&self, child: &Frozen, base: &View, buf: &mut [u8], offset: u64) -> io::Result<()> {
+        if (offset | buf.len() as u64) % PAGE_BYTES != 0 {
+            let start = offset / PAGE_BYTES * PAGE_BYTES;
+            let end = (offset + buf.len() as u64).next_multiple_of(PAGE_BYTES);
+            let size = |bytes: u64| usize::try_from(bytes).map_err(|_| io::Error::from(io::ErrorKind::InvalidInput));
+            let mut whole = vec![0; size(end - start)?];
+            self.read_child(child, base, &mut whole, start)?;
+            buf.copy_from_slice(&whole[size(offset - start)?..][..buf.len()]);
+            return Ok(());
+        }
+        let parts = match child.read(buf, offset) {
+            Ok(parts) => parts,
+            // Ended meanwhile, because its pages are in a layer.
+            Err(error) => return self.over.get().map_or(Err(error), |over| over.view.read(buf, offset)),
+        };
+        for part in parts.into_iter().filter(|part| part.holder == Holder::Stack) {
+            let start = usize::try_from(part.offset - offset).map_err(|_| io::ErrorKind::InvalidInput)?;
+            let length = usize::try_from(part.length).map_err(|_| io::ErrorKind::InvalidInput)?;
+            base.read(&mut buf[start..start + length], part.offset)?;
+        }
+        Ok(())
+    }
+}
+
 impl Device for Memory {
     fn kind(&self) -> Kind {
         Kind::Memory
@@ -105,12 +169,20 @@ impl Device for Memory {
                 io::Error::from(Errno::IO)
             })?,
         };
-        view.read(buf, offset).map_err(|e| self.failed(e))
+        let read = match (self.over.get(), &self.child) {
+            (Some(over), _) => over.view.read(buf, offset),
+            (None, Some((_, child))) => self.read_child(child, view, buf, offset),
+            (None, None) => view.read(buf, offset),
+        };
+        read.map_err(|e| self.failed(e))
     }
 
     fn read_now(&self, buf: &mut [u8], offset: u64) -> io::Result<Answer> {
         check_range(self.size_bytes(), offset, buf.len() as u64)?;
-        match self.view.get() {
+        if self.waits_for().is_some() {
+            return Ok(Answer::WouldWait);
+        }
+        match self.over.get().map(|over| &over.view).or_else(|| self.view.get()) {
             Some(view) => view.read_now(buf, offset).map_err(|e| self.failed(e)),
             None => Ok(Answer::WouldWait),
         }

@@ -27,6 +27,10 @@ pub struct MemoryRecord {
     pub device: u64,
     pub stack: Stack,
     pub owners: Vec<Owner>,
+    /// It was made from a frozen child, so it is not the one that all owners of the stack share.
+    pub own: bool,
+    /// The child whose pages lie on the stack, while they are in no layer.
+    pub frozen: Option<Id>,
 }
 
 /// A frozen child, and where it is to be found. Of no use after another boot.
@@ -43,6 +47,8 @@ pub struct FrozenRecord {
     /// The same with what the child had changed, once that is written down.
     pub captured: Option<Stack>,
     pub captured_bytes: u64,
+    /// Nobody needs it but the memory that waits for it.
+    pub thawed: bool,
 }
 
 /// Which file a record is.

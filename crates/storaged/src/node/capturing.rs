@@ -24,6 +24,7 @@ impl Node {
     pub fn capture_memory(&self, owner: &Owner, pid: i32, compression: Compression) -> Result<(Stack, Held, u64)> {
         let _turn = self.owners.lock(owner);
         let memory = self.attached(owner)?;
+        self.settle_memory(&memory)?;
         let image = self.mapped(&memory)?;
         let process = Process::open(pid)?;
         let source = Source { process: &process, image: &image, stack: memory.stack() };

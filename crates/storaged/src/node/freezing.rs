@@ -4,13 +4,15 @@
 //! our children and no record is left from a daemon that was killed in between, and is ended.
 
 use std::collections::BTreeMap;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::Node;
 use crate::error::{Code, Context, Error, Result};
 use crate::image::Parts;
 use crate::image::captured::{self, Source};
+use crate::image::memory::Memory;
 use crate::image::record::{self, FrozenRecord, Key};
 use crate::library::Held;
 use crate::memory::freeze::{Frozen, Limits, Request, end_recorded, find_named, freeze};
@@ -26,9 +28,15 @@ const THAW_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// A child, and what it maps.
 pub(super) struct Child {
-    frozen: Frozen,
-    record: Mutex<FrozenRecord>,
+    frozen: Arc<Frozen>,
+    state: Mutex<ChildState>,
     _held: Held,
+}
+
+struct ChildState {
+    record: FrozenRecord,
+    /// The memory that shows it, one for all who attach it.
+    memory: Option<Arc<Memory>>,
 }
 
 /// What freezing came to.
@@ -46,6 +54,7 @@ impl Node {
     pub fn freeze(&self, owner: &Owner, pid: i32) -> Result<Froze> {
         let _turn = self.owners.lock(owner);
         let memory = self.attached(owner)?;
+        self.settle_memory(&memory)?;
         let image = self.mapped(&memory)?;
         let id = Id::random().during("no random bytes")?;
         let key = Key::Frozen(id);
@@ -67,7 +76,8 @@ impl Node {
             return Err(made.err().unwrap_or_else(|| Error::new(Code::Bug, "a child without a record")));
         };
         let dirty_bytes = frozen.dirty_bytes()?;
-        let child = Child { frozen: made?, record: Mutex::new(record), _held: held };
+        let state = Mutex::new(ChildState { record, memory: None });
+        let child = Child { frozen: Arc::new(made?), state, _held: held };
         self.images_mut().frozen.insert(id, Arc::new(child));
         Ok(Froze { frozen: id, took, dirty_bytes })
     }
@@ -79,7 +89,31 @@ impl Node {
     pub fn capture_frozen(&self, id: Id, compression: Compression) -> Result<(Stack, Held, u64)> {
         let child = self.child(id)?;
         // One at a time, so that there is one layer.
-        let mut record = child.record.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut state = child.state();
+        let (stack, held, bytes) = self.captured(id, &child, &mut state, compression)?;
+        if let Some(memory) = &state.memory {
+            memory.go_over(stack.clone(), self.parts.library.hold(&stack.layers)?)?;
+            let users = self.images().users.get(&memory.device()).cloned().unwrap_or_default();
+            // Until this is written, the child's record says the same to the next daemon.
+            self.keep_memory(memory, &users, true)?;
+            state.memory = None;
+        }
+        if state.record.thawed {
+            if let Err(error) = self.end(id, &child) {
+                eprintln!("storaged: {error}");
+            }
+        }
+        Ok((stack, held, bytes))
+    }
+
+    fn captured(
+        &self,
+        id: Id,
+        child: &Child,
+        state: &mut ChildState,
+        compression: Compression,
+    ) -> Result<(Stack, Held, u64)> {
+        let record = &mut state.record;
         if let Some(stack) = &record.captured {
             let held = self.parts.library.hold(&stack.layers)?;
             return Ok((stack.clone(), held, record.captured_bytes));
@@ -93,12 +127,74 @@ impl Node {
         Ok((stack, held, bytes))
     }
 
-    /// Ends the child.
+    /// Memory as the child has it, before anything is written down; the layer, once there is one.
+    ///
+    /// # Errors
+    /// `not_found` if there is no such child; as for attaching memory.
+    pub fn attach_frozen(&self, owner: &Owner, id: Id) -> Result<PathBuf> {
+        let _turn = self.owners.lock(owner);
+        self.has_no_memory(owner)?;
+        let child = self.child(id)?;
+        let mut state = child.state();
+        if let Some(stack) = &state.record.captured {
+            return self.attach_in_turn(owner, stack);
+        }
+        let memory = if let Some(memory) = &state.memory {
+            Arc::clone(memory)
+        } else {
+            let device = self.parts.root.new_device()?;
+            let memory = Memory::new(&self.parts, device, state.record.stack.clone())?;
+            Arc::new(memory.on_child(id, Arc::clone(&child.frozen)))
+        };
+        let path = self.attach(owner, Arc::clone(&memory), true)?;
+        state.memory = Some(memory);
+        Ok(path)
+    }
+
+    /// Detaches memory that was made from a child.
+    pub(super) fn detach_own(&self, owner: &Owner, memory: &Arc<Memory>) -> Result<()> {
+        let child = memory.waits_for().and_then(|id| Some((id, self.images().frozen.get(&id).cloned()?)));
+        let Some((id, child)) = child else {
+            // It has gone over: nobody else attaches it any more.
+            let _same = self.stacks.lock(memory.stack());
+            return self.detach_from(owner, memory, true);
+        };
+        let mut state = child.state();
+        self.detach_from(owner, memory, true)?;
+        if !self.images().users.contains_key(&memory.device()) {
+            state.memory = None;
+            if state.record.thawed {
+                self.end(id, &child)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// The pages of the child that *memory* waits for become a layer.
+    pub(super) fn settle_memory(&self, memory: &Memory) -> Result<()> {
+        match memory.waits_for() {
+            Some(id) => self.capture_frozen(id, Compression::None).map(|_| ()),
+            None => Ok(()),
+        }
+    }
+
+    /// Ends the child, or has it end when the memory that shows it has gone over.
     ///
     /// # Errors
     /// `not_found` if there is none; `unavailable` if it does not end in time: it can be tried again.
     pub fn thaw(&self, id: Id) -> Result<()> {
         let child = self.child(id)?;
+        let mut state = child.state();
+        if state.memory.is_some() {
+            let record = FrozenRecord { thawed: true, ..state.record.clone() };
+            record::note(&self.parts.root, &Key::Frozen(id), &record)?;
+            state.record = record;
+            return Ok(());
+        }
+        self.end(id, &child)
+    }
+
+    fn end(&self, id: Id, child: &Child) -> Result<()> {
         end_recorded(child.frozen.identity(), THAW_TIMEOUT)?;
         record::forget(&self.parts.root, &Key::Frozen(id))?;
         self.images_mut().frozen.remove(&id);
@@ -109,6 +205,23 @@ impl Node {
         let child = self.images().frozen.get(&id).cloned();
         child.ok_or_else(|| Error::new(Code::NotFound, format!("there is no frozen {id}")))
     }
+}
+
+impl Child {
+    fn state(&self) -> MutexGuard<'_, ChildState> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// The memory of an earlier daemon that shows *child*.
+pub(super) fn take_up(parts: &Arc<Parts>, child: &Child, id: Id, memory: Memory) -> Result<Arc<Memory>> {
+    let mut state = child.state();
+    let memory = Arc::new(memory.on_child(id, Arc::clone(&child.frozen)));
+    match &state.record.captured {
+        Some(stack) => memory.go_over(stack.clone(), parts.library.hold_unseen(&stack.layers))?,
+        None => state.memory = Some(Arc::clone(&memory)),
+    }
+    Ok(memory)
 }
 
 /// The children that an earlier daemon left. Those that are of no use to anybody are ended.
@@ -147,7 +260,8 @@ fn adopt(parts: &Arc<Parts>, key: &Key) -> Result<Child> {
     let image = Image { backing, size_bytes: record.stack.size_bytes };
     let frozen = Frozen::adopt(Identity { pid: record.pid, start_time: record.start_time }, &image)?;
     let held = parts.library.hold_unseen(&record.stack.layers);
-    Ok(Child { frozen, record: Mutex::new(record), _held: held })
+    let state = Mutex::new(ChildState { record, memory: None });
+    Ok(Child { frozen: Arc::new(frozen), state, _held: held })
 }
 
 fn to_record(child: Identity, image: &Image, stack: Stack) -> Result<FrozenRecord> {
@@ -155,7 +269,16 @@ fn to_record(child: Identity, image: &Image, stack: Stack) -> Result<FrozenRecor
         return Err(Error::new(Code::Bug, "an image without an inode"));
     };
     let Identity { pid, start_time } = child;
-    Ok(FrozenRecord { pid, start_time, file_system: device, inode, stack, captured: None, captured_bytes: 0 })
+    Ok(FrozenRecord {
+        pid,
+        start_time,
+        file_system: device,
+        inode,
+        stack,
+        captured: None,
+        captured_bytes: 0,
+        thawed: false,
+    })
 }
 
 /// What children of this directory's daemon are called, and no other's.

@@ -172,18 +172,27 @@ fn load_disk(parts: &Arc<Parts>, images: &mut Images, owner: &Owner, key: &Key) 
 fn load_memory(parts: &Arc<Parts>, images: &mut Images, number: u64, key: &Key) -> Result<u64> {
     let record: MemoryRecord = record::read(&parts.root, key)?;
     let device = free_device(images, record.device)?;
-    let twice = images.memories.contains_key(&record.stack)
+    let twice = (!record.own && images.memories.contains_key(&record.stack))
         || record.owners.iter().any(|owner| images.attached.contains_key(owner));
     if twice || record.device != number || record.owners.is_empty() {
         return Err(Error::corrupt(format!("the record of memory {number} contradicts others")));
     }
-    let memory = Arc::new(Memory::of_record(parts, device, record.stack.clone()));
+    let memory = Memory::of_record(parts, device, record.stack.clone());
+    let memory = match record.frozen {
+        None => Arc::new(memory),
+        Some(id) => match images.frozen.get(&id) {
+            Some(child) => freezing::take_up(parts, child, id, memory)?,
+            None => return Err(Error::corrupt(format!("memory {number} was made from frozen {id}, which is gone"))),
+        },
+    };
     images.devices.insert(device, Image::Memory(Arc::clone(&memory)));
     for owner in &record.owners {
         images.attached.insert(owner.clone(), Arc::clone(&memory));
     }
     images.users.insert(device, record.owners.into_iter().collect());
-    images.memories.insert(record.stack, memory);
+    if !record.own {
+        images.memories.insert(record.stack, memory);
+    }
     Ok(device.0.get())
 }
 

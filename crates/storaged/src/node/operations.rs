@@ -83,9 +83,18 @@ impl Node {
     /// `already_exists` if *owner* has memory attached, and as for opening the stack.
     pub fn attach_memory(&self, owner: &Owner, stack: &Stack) -> Result<PathBuf> {
         let _turn = self.owners.lock(owner);
+        self.has_no_memory(owner)?;
+        self.attach_in_turn(owner, stack)
+    }
+
+    pub(super) fn has_no_memory(&self, owner: &Owner) -> Result<()> {
         if self.images().attached.contains_key(owner) {
             return Err(Error::new(Code::AlreadyExists, format!("{owner} has memory attached")));
         }
+        Ok(())
+    }
+
+    pub(super) fn attach_in_turn(&self, owner: &Owner, stack: &Stack) -> Result<PathBuf> {
         let _same = self.stacks.lock(stack);
         let known = self.images().memories.get(stack).cloned();
         let memory = if let Some(memory) = known {
@@ -93,14 +102,21 @@ impl Node {
         } else {
             Arc::new(Memory::new(&self.parts, self.parts.root.new_device()?, stack.clone())?)
         };
+        self.attach(owner, memory, false)
+    }
+
+    /// Puts *owner* to those who have *memory*; nobody else does so with it meanwhile.
+    pub(super) fn attach(&self, owner: &Owner, memory: Arc<Memory>, own: bool) -> Result<PathBuf> {
         memory.open()?;
         let device = memory.device();
         let mut users = self.images().users.get(&device).cloned().unwrap_or_default();
         users.insert(owner.clone());
-        self.keep_memory(&memory, &users)?;
+        self.keep_memory(&memory, &users, own)?;
         let mut images = self.images_mut();
         images.devices.entry(device).or_insert_with(|| Image::Memory(Arc::clone(&memory)));
-        images.memories.insert(stack.clone(), Arc::clone(&memory));
+        if !own {
+            images.memories.insert(memory.stack().clone(), Arc::clone(&memory));
+        }
         images.users.insert(device, users);
         images.attached.insert(owner.clone(), memory);
         drop(images);
@@ -129,11 +145,20 @@ impl Node {
     }
 
     fn detach_memory(&self, owner: &Owner, memory: &Arc<Memory>) -> Result<()> {
+        let own = self.images().memories.get(memory.stack()).is_none_or(|shared| !Arc::ptr_eq(shared, memory));
+        if own {
+            return self.detach_own(owner, memory);
+        }
         let _same = self.stacks.lock(memory.stack());
+        self.detach_from(owner, memory, false)
+    }
+
+    /// Takes *owner* from those who have *memory*; nobody else does so with it meanwhile.
+    pub(super) fn detach_from(&self, owner: &Owner, memory: &Arc<Memory>, own: bool) -> Result<()> {
         let device = memory.device();
         let mut users = self.images().users.get(&device).cloned().unwrap_or_default();
         users.remove(owner);
-        self.keep_memory(memory, &users)?;
+        self.keep_memory(memory, &users, own)?;
         let mut images = self.images_mut();
         images.attached.remove(owner);
         if !users.is_empty() {
@@ -141,7 +166,9 @@ impl Node {
             return Ok(());
         }
         images.users.remove(&device);
-        images.memories.remove(memory.stack());
+        if !own {
+            images.memories.remove(memory.stack());
+        }
         images.devices.remove(&device);
         drop(images);
         self.hide(Kind::Memory, &memory_name(device), device);
@@ -149,14 +176,15 @@ impl Node {
     }
 
     /// The record of *memory*, which is none when nobody uses it. For this boot only, so not synced.
-    fn keep_memory(&self, memory: &Memory, users: &BTreeSet<Owner>) -> Result<()> {
+    pub(super) fn keep_memory(&self, memory: &Memory, users: &BTreeSet<Owner>, own: bool) -> Result<()> {
         let root = &self.parts.root;
         let device = memory.device().0.get();
         if users.is_empty() {
             return record::forget(root, &Key::Memory(device));
         }
         let owners = users.iter().cloned().collect();
-        record::note(root, &Key::Memory(device), &MemoryRecord { device, stack: memory.stack().clone(), owners })
+        let (stack, frozen) = (memory.stack().clone(), memory.waits_for());
+        record::note(root, &Key::Memory(device), &MemoryRecord { device, stack, owners, own, frozen })
     }
 
     /// # Errors

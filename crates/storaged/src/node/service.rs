@@ -158,8 +158,9 @@ impl Service {
                 Ok(answer)
             }
             Call::Thaw { frozen } => node.thaw(frozen).map(|()| json!({})),
-            // Forks wait for the layer until then.
-            Call::AttachFrozen { .. } => Err(Error::new(Code::Unsupported, "no memory is served from a frozen child")),
+            Call::AttachFrozen { owner, frozen } => {
+                node.attach_frozen(&owner, frozen).map(|path| json!({ "path": path }))
+            }
         }
     }
 
