@@ -187,3 +187,17 @@ fn a_mark_covers_only_what_was_there_before_the_data_was_synced() {
     let upper = bench.reopened().unwrap();
     assert_eq!(upper.segments().len(), 1);
 }
+
+#[test]
+fn a_flush_that_failed_fails_for_ever_and_no_write_is_durable_then() {
+    let bench = bench();
+    bench.upper.write(&[1; 512], 0, false).unwrap();
+    bench.upper.flush().unwrap();
+    // As the kernel would have it after an error: told once, and fine from then on.
+    bench.upper.flushes.failed.store(true, Ordering::Release);
+    for _ in 0..2 {
+        assert_eq!(bench.upper.flush().unwrap_err().raw_os_error(), Some(Errno::IO.raw_os_error()));
+        assert!(!bench.upper.write(&[2; 512], 0, true).unwrap());
+    }
+    bench.reopened().unwrap().flush().unwrap();
+}
