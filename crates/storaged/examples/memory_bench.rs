@@ -5,51 +5,14 @@
 
 use std::fs::File;
 use std::io::{self, Write};
-use std::os::fd::AsFd;
-use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::sync::atomic::AtomicBool;
+use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use storaged::memory::capture::{Extent, LayerSink, capture};
-use storaged::memory::freeze::{self, Limits, Request};
+use storaged::memory::freeze::{self, Limits, Request, Step};
+use storaged::memory::layer::capture_layer;
 use storaged::memory::maps::{Backing, Image};
 use storaged::memory::process::Process;
-
-/// Appends data to a file and forgets what it was.
-struct Appended {
-    file: File,
-    at: u64,
-    direct: bool,
-}
-
-impl Appended {
-    fn create(path: &str, direct: bool) -> io::Result<Self> {
-        let _ = std::fs::remove_file(path);
-        let flags = if direct { rustix::fs::OFlags::DIRECT.bits() } else { 0 };
-        let file =
-            File::options().write(true).create_new(true).custom_flags(i32::try_from(flags).unwrap_or(0)).open(path)?;
-        Ok(Self { file, at: 0, direct })
-    }
-}
-
-impl LayerSink for Appended {
-    fn reserve(&mut self, data_bytes: u64) -> io::Result<()> {
-        if data_bytes > 0 {
-            rustix::fs::fallocate(self.file.as_fd(), rustix::fs::FallocateFlags::KEEP_SIZE, 0, data_bytes)?;
-        }
-        Ok(())
-    }
-
-    fn append(&mut self, _: &[Extent], data: &[u8]) -> io::Result<()> {
-        self.file.write_all_at(data, self.at)?;
-        let from = self.at;
-        self.at += data.len() as u64;
-        if !self.direct && !data.is_empty() {
-            sys::writeback::start(self.file.as_fd(), from, data.len() as u64)?;
-        }
-        Ok(())
-    }
-}
 
 fn show(what: &str, mut ms: Vec<f64>) {
     ms.sort_by(f64::total_cmp);
@@ -78,29 +41,40 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let (pid, captures) = (pid.parse::<i32>()?, captures.parse::<usize>()?);
     let image = Image { backing: Backing::Path(path.into()), size_bytes: size.parse()? };
     let limits = Limits { most_anonymous_bytes: u64::MAX, timeout: Duration::from_secs(30) };
-    let mut times = Vec::new();
+    let (mut all, mut seized, mut freed) = (Vec::new(), Vec::new(), Vec::new());
     for _ in 0..freezes.parse::<usize>()? {
-        let since = Instant::now();
+        let (since, at) = (Instant::now(), Mutex::new((0.0, 0.0)));
         let request = Request { pid, image: &image, name: "bench", limits };
-        let frozen = freeze::freeze(&request, |_| Ok(()))?;
-        times.push(ms(since));
+        let reached = |step: Step| {
+            let mut at = at.lock().unwrap_or_else(PoisonError::into_inner);
+            match step {
+                Step::Seized => at.0 = ms(since),
+                Step::ThreadFree => at.1 = ms(since),
+                _ => {}
+            }
+        };
+        let frozen = freeze::freeze_observed(&request, |_| Ok(()), &reached)?;
+        all.push(ms(since));
+        let (begun, ended) = at.into_inner().unwrap_or_else(PoisonError::into_inner);
+        seized.push(begun);
+        freed.push(ended);
         frozen.thaw(Duration::from_secs(30))?;
     }
-    if !times.is_empty() {
-        show("freeze, call to return", times);
+    if !all.is_empty() {
+        show("freeze, call to return", all);
+        show("  until a thread is seized", seized);
+        show("  until it is free again", freed);
     }
     let process = Process::open(pid)?;
-    let (mut direct, mut buffered, mut plain, mut bytes) = (Vec::new(), Vec::new(), Vec::new(), 0);
+    let (mut layer, mut plain, mut bytes) = (Vec::new(), Vec::new(), 0);
     let copy = format!("{out}.copy");
     for _ in 0..captures {
-        for (is_direct, times) in [(false, &mut buffered), (true, &mut direct)] {
-            let since = Instant::now();
-            let mut sink = Appended::create(out, is_direct)?;
-            bytes = capture(&process, &image, &mut sink, &AtomicBool::new(false))?.data_bytes;
-            sink.file.set_len(sink.at)?;
-            sink.file.sync_data()?;
-            times.push(ms(since));
-        }
+        let _ = std::fs::remove_file(out);
+        let since = Instant::now();
+        let file = File::options().read(true).write(true).create_new(true).open(out)?;
+        let identity = layers::Identity::new(image.size_bytes);
+        bytes = capture_layer(&process, &image, &file, identity, &AtomicBool::new(false))?.data_bytes;
+        layer.push(ms(since));
         let _ = std::fs::read(out)?; // into the page cache
         let since = Instant::now();
         plain_copy(out, &copy)?;
@@ -108,8 +82,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     }
     if captures > 0 {
         println!("data: {} MiB", bytes >> 20);
-        show("capture, through the page cache", buffered);
-        show("capture, direct", direct);
+        show("capture to a layer", layer);
         show("plain copy of a cached file", plain);
         std::fs::remove_file(out)?;
         std::fs::remove_file(copy)?;

@@ -21,4 +21,3 @@ pub mod signals;
 pub mod spawn;
 #[cfg(target_arch = "x86_64")]
 pub mod trace;
-pub mod writeback;

@@ -7,6 +7,7 @@ pub mod capture;
 mod failure;
 #[cfg(target_arch = "x86_64")]
 pub mod freeze;
+pub mod layer;
 pub mod maps;
 pub mod process;
 pub mod scan;
