@@ -18,8 +18,10 @@ pub enum Code {
     AlreadyExists,
     /// It exists, but in a state in which this cannot be done; or another daemon has the directory.
     Conflict,
-    /// No space, no descriptor, no device: later may work.
+    /// No descriptor, no memory, no device: later may work.
     Exhausted,
+    /// The disk is full. A word of its own because a pause turns back on it.
+    NoSpace,
     /// Bytes on disk or from a source are not what they should be.
     Corrupt,
     /// A process, a source or a kernel interface does not answer; later may work.
@@ -79,7 +81,8 @@ impl Error {
 
 fn code_of(error: &io::Error) -> Code {
     match Errno::from_io_error(error) {
-        Some(Errno::NOSPC | Errno::DQUOT | Errno::MFILE | Errno::NFILE | Errno::NOMEM | Errno::FBIG) => Code::Exhausted,
+        Some(Errno::NOSPC | Errno::DQUOT | Errno::FBIG) => Code::NoSpace,
+        Some(Errno::MFILE | Errno::NFILE | Errno::NOMEM) => Code::Exhausted,
         Some(Errno::NOENT) => Code::NotFound,
         Some(Errno::EXIST) => Code::AlreadyExists,
         Some(Errno::OPNOTSUPP | Errno::NOSYS) => Code::Unsupported,

@@ -28,7 +28,7 @@ const WINDOW_BYTES: u64 = 1 << 30;
 /// One layer with the bytes of *stack*; a stack that is one already stays as it is.
 ///
 /// # Errors
-/// As for opening the stack; `exhausted` without room.
+/// As for opening the stack; `no_space` without room.
 pub fn flatten(parts: &Arc<Parts>, stack: &Stack) -> Result<(Stack, Held)> {
     stack::check(stack)?;
     let held = parts.library.hold(&stack.layers)?;
@@ -55,7 +55,7 @@ pub fn flatten(parts: &Arc<Parts>, stack: &Stack) -> Result<(Stack, Held)> {
 /// A raw image file as a layer of that size. The file is removed once the layer is durable.
 ///
 /// # Errors
-/// `invalid` for what is no regular file or too large, `not_found`, `exhausted` without room.
+/// `invalid` for what is no regular file or too large, `not_found`, `no_space` without room.
 pub fn import(parts: &Arc<Parts>, source: &Path, size_bytes: u64) -> Result<(Stack, Held)> {
     stack::check(&Stack { layers: Vec::new(), size_bytes })?;
     if !source.is_absolute() {

@@ -63,7 +63,7 @@ impl Disk {
     ///
     /// # Errors
     /// `not_found` for a layer that is not there, `corrupt` for one that is damaged, `invalid` for a stack that
-    /// cannot be, `exhausted` without room.
+    /// cannot be, `no_space` without room.
     pub fn create(parts: &Arc<Parts>, owner: Owner, stack: Stack) -> Result<Self> {
         let held = parts.library.hold(&stack.layers)?;
         let below = Arc::new(parts.stacks.open(&stack)?);

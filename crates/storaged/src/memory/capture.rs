@@ -79,7 +79,7 @@ pub(super) fn count_private(process: &Process, areas: &[Area]) -> Result<u64, Er
 ///
 /// # Errors
 /// `unavailable` if the process ends meanwhile, does not map the image, or the call is cancelled; `conflict` for
-/// a mapping that is not private; `exhausted` for a full disk.
+/// a mapping that is not private; `no_space` for a full disk.
 pub fn capture(
     process: &Process,
     image: &Image,

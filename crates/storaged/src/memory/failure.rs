@@ -21,10 +21,11 @@ pub(super) fn about_process(pid: i32, source: io::Error) -> Error {
     Error { code, left: Left::RolledBack, message, source: Some(source) }
 }
 
-/// What the kernel said about a file that is being written. A full disk is `exhausted`.
+/// What the kernel said about a file that is being written. A full disk is `no_space`.
 pub(super) fn about_output(source: io::Error) -> Error {
     let code = match Errno::from_io_error(&source) {
-        Some(Errno::NOSPC | Errno::DQUOT | Errno::FBIG | Errno::NOMEM | Errno::MFILE | Errno::NFILE) => Code::Exhausted,
+        Some(Errno::NOSPC | Errno::DQUOT | Errno::FBIG) => Code::NoSpace,
+        Some(Errno::NOMEM | Errno::MFILE | Errno::NFILE) => Code::Exhausted,
         _ => Code::Unavailable,
     };
     Error { code, left: Left::RolledBack, message: format!("cannot write the layer: {source}"), source: Some(source) }

@@ -20,7 +20,7 @@ impl Node {
     ///
     /// # Errors
     /// `not_found` if nothing is attached; `unavailable` if the process is gone or does not map the memory;
-    /// `exhausted` without room.
+    /// `no_space` without room.
     pub fn capture_memory(&self, owner: &Owner, pid: i32, compression: Compression) -> Result<(Stack, Held, u64)> {
         let _turn = self.owners.lock(owner);
         let memory = self.attached(owner)?;

@@ -85,7 +85,7 @@ impl Node {
     /// What the child had changed, as a layer on what it maps: the same one however often it is asked for.
     ///
     /// # Errors
-    /// `not_found` if there is no such child, `unavailable` if it is gone, `exhausted` without room.
+    /// `not_found` if there is no such child, `unavailable` if it is gone, `no_space` without room.
     pub fn capture_frozen(&self, id: Id, compression: Compression) -> Result<(Stack, Held, u64)> {
         let child = self.child(id)?;
         // One at a time, so that there is one layer.

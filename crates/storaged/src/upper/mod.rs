@@ -56,7 +56,7 @@ impl Upper {
     /// An upper with nothing in it, durable.
     ///
     /// # Errors
-    /// `exhausted` when there is no room; what the file system says.
+    /// `no_space` when there is no room; what the file system says.
     pub fn create(root: &Arc<Root>, id: Id, virtual_bytes: u64) -> Result<Self> {
         let identity = identity(id, virtual_bytes)?;
         let (data_path, index_path) = (data_path(root, id), index_path(root, id));

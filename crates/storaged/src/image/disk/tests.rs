@@ -317,7 +317,7 @@ fn a_full_disk_costs_what_did_not_fit_and_nothing_else() {
     // Nor does a seal fit, and the disk is as it was.
     fs::write(small.0.join("ballast"), vec![1; 4096]).unwrap_or_default();
     let failed = disk.seal().err().unwrap();
-    assert_eq!((failed.code, failed.left), (Code::Exhausted, crate::error::Left::RolledBack));
+    assert_eq!((failed.code, failed.left), (Code::NoSpace, crate::error::Left::RolledBack));
     check(&disk);
     check(&of_record(&parts));
     // What is given back can be used again.
