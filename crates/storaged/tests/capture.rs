@@ -64,7 +64,7 @@ fn a_full_disk_a_dead_process_and_a_cancelled_capture_are_told_apart() {
     let process = Process::open(victim.pid()).unwrap();
 
     let full = capture(&process, &victim.image, &mut Odd(|| Err(rustix::io::Errno::NOSPC.into())), &NEVER).unwrap_err();
-    assert_eq!((full.code, full.left), (Code::Exhausted, Left::RolledBack));
+    assert_eq!((full.code, full.left), (Code::NoSpace, Left::RolledBack));
 
     let cancel = AtomicBool::new(false);
     let mut cancelling = Odd(|| {

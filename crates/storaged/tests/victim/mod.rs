@@ -17,11 +17,13 @@ fn program(is_static: bool) -> Option<&'static Path> {
     static BUILT: [OnceLock<Option<PathBuf>>; 2] = [OnceLock::new(), OnceLock::new()];
     let build = || {
         let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/victim/victim.c");
-        let target = scratch().join(format!("victim-{}-{is_static}", std::process::id()));
+        // Built beside and renamed: the binaries of other tests may be doing the same.
+        let made = scratch().join(format!("victim-{}-{is_static}", std::process::id()));
+        let target = scratch().join(format!("victim-{is_static}"));
         let mut cc = Command::new("cc");
-        cc.args(["-O1", "-pthread"]).args(is_static.then_some("-static")).arg("-o").arg(&target).arg(&source);
+        cc.args(["-O1", "-pthread"]).args(is_static.then_some("-static")).arg("-o").arg(&made).arg(&source);
         match cc.status() {
-            Ok(status) if status.success() => Some(target),
+            Ok(status) if status.success() && std::fs::rename(&made, &target).is_ok() => Some(target),
             _ => {
                 eprintln!("SKIPPED: no C compiler, so nothing to freeze");
                 None
