@@ -16,29 +16,12 @@ if [ -x "$dir/qemu" ] && [ "$(cat "$dir/sources" 2>/dev/null)" = "$wanted" ]; th
 fi
 
 rm -rf "$dir/apt" "$dir/root" "$dir/qemu"
-mkdir -p "$dir/apt/lists/partial" "$dir/apt/archives/partial" "$dir/root"
-echo "$wanted" >"$dir/apt/sources.list"
-cat >"$dir/apt/apt.conf" <<CONF
-#clear APT::Update::Pre-Invoke;
-#clear APT::Update::Post-Invoke;
-#clear APT::Update::Post-Invoke-Success;
-#clear DPkg::Pre-Invoke;
-#clear DPkg::Post-Invoke;
-Dir::Etc::sourcelist "$dir/apt/sources.list";
-Dir::Etc::sourceparts "/dev/null";
-Dir::State::lists "$dir/apt/lists";
-Dir::Cache "$dir/apt";
-APT::Sandbox::User "root";
-APT::Update::Error-Mode "any";
-Acquire::Languages "none";
-Acquire::Retries "3";
-Debug::NoLocking "true";
-CONF
+mkdir -p "$dir/root"
 echo "fetching QEMU from the backports of $release"
-apt-get -c="$dir/apt/apt.conf" -q update >"$dir/log" 2>&1 || { tail -5 "$dir/log" >&2; echo "error: Debian's packages cannot be reached" >&2; exit 1; }
+conf=$(sh "$here/backports_apt.sh" "$dir/apt")
 # What the host has already is not fetched again, except where backports have a newer one that QEMU needs.
-apt-get -c="$dir/apt/apt.conf" -q -y -t "$release-backports" --no-install-recommends --reinstall --download-only \
-    install qemu-system-x86 qemu-system-data qemu-system-common qemu-utils seabios >>"$dir/log" 2>&1 ||
+apt-get -c="$conf" -q -y -t "$release-backports" --no-install-recommends --reinstall --download-only \
+    install qemu-system-x86 qemu-system-data qemu-system-common qemu-utils seabios >"$dir/log" 2>&1 ||
     { tail -5 "$dir/log" >&2; echo "error: the backports of $release have no QEMU" >&2; exit 1; }
 for archive in "$dir"/apt/archives/*.deb; do
     dpkg-deb --extract "$archive" "$dir/root"
