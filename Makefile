@@ -6,7 +6,7 @@ BIN := .venv/bin
 CARGO_TARGET := --target x86_64-unknown-linux-gnu
 SETUP := $(PYTHON) -m tools.setup
 
-.PHONY: help setup demo test check format bench docs envd guest base qemu10 lock clean
+.PHONY: help setup demo test lab check format bench docs envd guest base qemu10 lock clean
 
 help: ## this list
 	@sed -n 's/^\([a-z0-9]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 10
@@ -22,6 +22,10 @@ test: ## all tests: cargo test, then every pytest suite (ARGS="-k name" narrows 
 	@$(SETUP) --for test
 	cargo test --workspace --locked $(CARGO_TARGET)
 	$(BIN)/python -m pytest $(ARGS)
+
+lab: ## tests that need KVM or ublk, in a virtual machine that has them (docs/guides/lab.md; ARGS="-k name")
+	@$(SETUP) packages venv
+	AENV_LAB=1 AENV_REQUIRE=lab,root,qemu $(BIN)/python -m pytest -s tests/lab $(ARGS)
 
 check: ## format, lint, types, import rules, generated files
 	@$(SETUP) --for check

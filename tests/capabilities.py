@@ -125,6 +125,11 @@ def _envd() -> str | None:
     return None if find_envd() else "the agent is not built (make envd)"
 
 
+def _lab() -> str | None:
+    # It takes minutes and two gigabytes: not for everybody who runs all tests.
+    return None if os.environ.get("AENV_LAB") == "1" else "only in the lab host (make lab)"
+
+
 PROBES: Final[Mapping[str, Callable[[], str | None]]] = {
     "root": _root,
     "qemu": _program(QEMU),
@@ -147,4 +152,5 @@ PROBES: Final[Mapping[str, Callable[[], str | None]]] = {
     "envd": _envd,
     "guest": _guest,
     "base": _base,
+    "lab": _lab,
 }

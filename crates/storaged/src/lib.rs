@@ -4,6 +4,7 @@
 //! is served knows nothing of how. The daemon outlives the control plane, and whatever it
 //! has acknowledged outlives the daemon.
 
+mod counter;
 pub mod device;
 pub mod directory;
 pub mod error;
@@ -22,4 +23,5 @@ pub mod root;
 pub mod server;
 pub mod stack;
 pub mod transfer;
+pub mod ublk;
 pub mod upper;

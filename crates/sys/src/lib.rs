@@ -21,3 +21,4 @@ pub mod signals;
 pub mod spawn;
 #[cfg(target_arch = "x86_64")]
 pub mod trace;
+pub mod ublk;
