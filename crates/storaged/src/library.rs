@@ -21,9 +21,16 @@ use crate::root::{Root, sync_directory};
 pub struct Library {
     root: Arc<Root>,
     files: Arc<Files>,
-    holds: Mutex<HashMap<LayerName, usize>>,
+    holds: Mutex<Holds>,
     /// One for each layer, whoever reads it.
     handles: Mutex<HashMap<LayerName, Weak<Handle>>>,
+}
+
+#[derive(Default)]
+struct Holds {
+    counts: HashMap<LayerName, usize>,
+    /// Somebody holds layers, and nobody knows which.
+    everything: bool,
 }
 
 /// Layers that stay for as long as this value lives.
@@ -66,12 +73,12 @@ impl Library {
     pub fn hold(self: &Arc<Self>, names: &[LayerName]) -> Result<Held> {
         let mut holds = self.holds();
         for name in names {
-            if !holds.contains_key(name) && !self.path(name).exists() {
+            if !holds.counts.contains_key(name) && !self.path(name).exists() {
                 return Err(Error::new(Code::NotFound, format!("no layer {name}")));
             }
         }
         for name in names {
-            *holds.entry(name.clone()).or_default() += 1;
+            *holds.counts.entry(name.clone()).or_default() += 1;
         }
         Ok(Held { names: names.to_vec(), library: Arc::clone(self) })
     }
@@ -80,9 +87,14 @@ impl Library {
     pub fn hold_unseen(self: &Arc<Self>, names: &[LayerName]) -> Held {
         let mut holds = self.holds();
         for name in names {
-            *holds.entry(name.clone()).or_default() += 1;
+            *holds.counts.entry(name.clone()).or_default() += 1;
         }
         Held { names: names.to_vec(), library: Arc::clone(self) }
+    }
+
+    /// Holds every layer that there is, or no longer: for what cannot say which it needs.
+    pub fn hold_everything(&self, everything: bool) {
+        self.holds().everything = everything;
     }
 
     /// The file of *name*, which is held.
@@ -153,7 +165,7 @@ impl Library {
         }
         found.sort();
         let holds = self.holds();
-        Ok(found.into_iter().map(|(name, bytes)| Listed { held: holds.contains_key(&name), name, bytes }).collect())
+        Ok(found.into_iter().map(|(name, bytes)| Listed { held: holds.has(&name), name, bytes }).collect())
     }
 
     /// Deletes those of *names* that are there and that nobody holds; gives them and their bytes.
@@ -165,7 +177,7 @@ impl Library {
         let mut bytes = 0;
         for name in names {
             let holds = self.holds();
-            if holds.contains_key(name) {
+            if holds.has(name) {
                 continue;
             }
             let path = self.path(name);
@@ -181,8 +193,14 @@ impl Library {
         Ok((deleted, bytes))
     }
 
-    fn holds(&self) -> MutexGuard<'_, HashMap<LayerName, usize>> {
+    fn holds(&self) -> MutexGuard<'_, Holds> {
         self.holds.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Holds {
+    fn has(&self, name: &LayerName) -> bool {
+        self.everything || self.counts.contains_key(name)
     }
 }
 
@@ -210,10 +228,10 @@ impl Drop for Held {
     fn drop(&mut self) {
         let mut holds = self.library.holds();
         for name in self.names.drain(..) {
-            if let Some(count) = holds.get_mut(&name) {
+            if let Some(count) = holds.counts.get_mut(&name) {
                 *count -= 1;
                 if *count == 0 {
-                    holds.remove(&name);
+                    holds.counts.remove(&name);
                 }
             }
         }

@@ -1,4 +1,5 @@
-//! `storaged serve --root DIR --socket PATH [--mount DIR] [--keeper PATH]`: the daemon, which says `serving` on its
+//! `storaged serve --root DIR --socket PATH [--mount DIR] [--keeper PATH] [--freeze-limit-mib N]`:
+//! the daemon, which says `serving` on its
 //! standard output once it can be asked. `storaged keep`: see [`storaged::keeper`].
 
 use std::io::Write;
@@ -15,10 +16,10 @@ use storaged::fuse::{Front, Options};
 use storaged::node::{Node, Service};
 use storaged::{keeper, server};
 
-const USAGE: &str =
-    "usage: storaged serve --root DIR --socket PATH [--mount DIR] [--keeper PATH]\n       storaged keep";
+const USAGE: &str = "usage: storaged serve --root DIR --socket PATH [--mount DIR] [--keeper PATH] [--freeze-limit-mib N]\n       storaged keep";
 /// How long requests in progress may take at the end. The next daemon does again what was not done.
 const STOP_LIMIT: Duration = Duration::from_secs(30);
+const MIB: u64 = 1 << 20;
 const SIGINT: i32 = 2;
 const SIGTERM: i32 = 15;
 
@@ -27,6 +28,7 @@ struct Arguments {
     socket: PathBuf,
     mount: PathBuf,
     keeper: PathBuf,
+    freeze_limit_bytes: u64,
 }
 
 fn main() -> ExitCode {
@@ -57,6 +59,7 @@ fn usage() -> ExitCode {
 
 fn parse(words: &[&str]) -> Option<Arguments> {
     let (mut root, mut socket, mut mount, mut keeper) = (None, None, None, None);
+    let mut freeze_limit_bytes = u64::MAX;
     for pair in words.chunks(2) {
         let [name, value] = pair else { return None };
         let place = match *name {
@@ -64,6 +67,10 @@ fn parse(words: &[&str]) -> Option<Arguments> {
             "--socket" => &mut socket,
             "--mount" => &mut mount,
             "--keeper" => &mut keeper,
+            "--freeze-limit-mib" => {
+                freeze_limit_bytes = value.parse::<u64>().ok()?.checked_mul(MIB)?;
+                continue;
+            }
             _ => return None,
         };
         *place = Some(PathBuf::from(value));
@@ -71,7 +78,7 @@ fn parse(words: &[&str]) -> Option<Arguments> {
     let root: PathBuf = root?;
     let mount = mount.unwrap_or_else(|| root.join("mount"));
     let keeper = keeper.unwrap_or_else(|| root.join("keeper.sock"));
-    Some(Arguments { root, socket: socket?, mount, keeper })
+    Some(Arguments { root, socket: socket?, mount, keeper, freeze_limit_bytes })
 }
 
 fn keep() -> Result<()> {
@@ -85,7 +92,7 @@ fn serve(arguments: &Arguments) -> Result<()> {
     let limit = getrlimit(Resource::Nofile);
     setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, ..limit }).during("cannot raise the open files")?;
 
-    let node = Arc::new(Node::open(&arguments.root)?);
+    let node = Arc::new(Node::open(&arguments.root)?.limit_freezing(arguments.freeze_limit_bytes));
     let options = Options::new(arguments.mount.clone(), arguments.keeper.clone());
     let (front, start) = Front::start(&options, Arc::clone(&node) as Arc<dyn Directory>)?;
     node.show_through(front);

@@ -461,9 +461,13 @@ fn a_frozen_child_is_written_down_as_it_was_also_by_the_next_daemon() {
     assert_eq!(client.call("thaw", thaw)["error"]["code"], json!("not_found"));
     assert_eq!(client.call("capture_frozen", capture)["error"]["code"], json!("not_found"));
     assert_eq!(client.fine("statistics", json!({}))["frozen"], json!(0));
+    // Whose process it was is removed, and with it what was frozen and that nothing needs.
+    client.fine("freeze", json!({ "owner": "source", "pid": victim.0.id() }));
+    assert_eq!(client.fine("statistics", json!({}))["frozen"], json!(1));
     drop(victim);
     for owner in ["source", "clone"] {
         client.fine("remove", json!({ "owner": owner }));
     }
+    assert_eq!(client.fine("statistics", json!({}))["frozen"], json!(0));
     daemon.end();
 }

@@ -3,28 +3,26 @@
 //! Whoever writes holds the state for reading, so that a seal, which holds it for writing, comes between
 //! writes and never into one. Readers only take a copy of what to read from: they wait
 //! for nobody, and what they read is what the disk held at some moment of their call.
-//!
-//! A seal is crash-safe in this order: the upper to come is made, then named in the record (`next`); the old one
-//! gets its index and is flushed; it is renamed to a layer; the record is written
-//! without `next`. [`Disk::settle`] goes on from any of these.
+
+mod seal;
+mod top;
 
 use std::io;
-use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 
-use layers::{Place, SECTOR, Segment};
+use layers::SECTOR;
 use rustix::io::Errno;
 
+use self::top::Top;
 use super::record::{self, DiskRecord, Key};
 use super::{Parts, check, unreadable};
 use crate::device::{Answer, Device, DeviceId, Kind};
 use crate::error::{Code, Context, Error, Result};
 use crate::layer::MAX_SIZE_BYTES;
 use crate::library::Held;
-use crate::names::{Format, Id, LayerName, Owner};
+use crate::names::{Id, Owner};
 use crate::protocol::Stack;
-use crate::stack::View;
 use crate::upper::{self, Upper};
 
 pub struct Disk {
@@ -47,15 +45,6 @@ enum State {
     Closed,
     Open(Top),
     Removed,
-}
-
-/// What the disk shows.
-#[derive(Clone)]
-struct Top {
-    upper: Arc<Upper>,
-    /// The last upper, which is on its way to be a layer, and is not written to any more.
-    sealing: Option<Arc<Upper>>,
-    below: Arc<View>,
 }
 
 impl Disk {
@@ -170,93 +159,6 @@ impl Disk {
         Ok(())
     }
 
-    /// Makes what was written so far a layer, and gives the whole stack, durable. The layers of it are held.
-    ///
-    /// # Errors
-    /// `lost` when the disk cannot be flushed; otherwise the disk is as it was, and it can be tried again.
-    pub fn seal(&self) -> Result<(Stack, Held)> {
-        let mut kept = self.kept();
-        let top = self.top(&mut kept)?;
-        if !top.upper.is_empty() {
-            // Most of it, while the guest can still write; what is left then is little.
-            self.flush_for_seal(&top.upper)?;
-            self.switch(&mut kept, &top)?;
-            self.settle(&mut kept)?;
-        }
-        let stack = kept.record.stack.clone();
-        let held = self.parts.library.hold(&stack.layers)?;
-        Ok((stack, held))
-    }
-
-    /// Puts an empty upper on top; the old one has its index then.
-    fn switch(&self, kept: &mut Kept, top: &Top) -> Result<()> {
-        let root = &self.parts.root;
-        let id = Id::random().during("no random bytes")?;
-        let upper = Arc::new(Upper::create(root, id, kept.record.stack.size_bytes)?);
-        let record = DiskRecord { next: Some(id), ..kept.record.clone() };
-        let switched = self.keep(&record).and_then(|()| {
-            let mut state = self.state.write().unwrap_or_else(PoisonError::into_inner);
-            top.upper.seal(record.stack.size_bytes)?;
-            if let State::Open(shown) = &mut *state {
-                shown.sealing = Some(std::mem::replace(&mut shown.upper, upper));
-            }
-            Ok(())
-        });
-        match switched {
-            Ok(()) => kept.record = record,
-            Err(error) => {
-                // In this order: a record whose `next` is missing means the same as one without.
-                let _ = upper::remove(root, id);
-                let _ = self.keep(&kept.record);
-                return Err(error);
-            }
-        }
-        Ok(())
-    }
-
-    /// Finishes the seal that the record speaks of, from wherever it was left.
-    fn settle(&self, kept: &mut Kept) -> Result<()> {
-        let Some(next) = kept.record.next else { return Ok(()) };
-        let root = &self.parts.root;
-        let old = kept.record.upper;
-        let name = LayerName::new(old, Format::Lsmt);
-        let sealing = match &*self.state.read().unwrap_or_else(PoisonError::into_inner) {
-            State::Open(top) => top.sealing.clone(),
-            _ => None,
-        };
-        let data = upper::data_path(root, old);
-        let layer = if data.exists() {
-            if let Some(sealing) = sealing {
-                self.flush_for_seal(&sealing)?;
-            }
-            self.parts.library.adopt(&data, &name)?
-        } else {
-            self.parts.library.hold(std::slice::from_ref(&name)).map_err(missing_is_corrupt)?
-        };
-        let mut stack = kept.record.stack.clone();
-        stack.layers.push(name);
-        let below = Arc::new(self.parts.stacks.open(&stack)?);
-        let record = DiskRecord { stack, upper: next, next: None, ..kept.record.clone() };
-        self.keep(&record)?;
-        kept.record = record;
-        let none = self.parts.library.hold_unseen(&[]);
-        kept.held = std::mem::replace(&mut kept.held, none).and(layer);
-        let mut state = self.state.write().unwrap_or_else(PoisonError::into_inner);
-        if let State::Open(top) = &mut *state {
-            top.below = below;
-            top.sealing = None;
-        }
-        drop(state);
-        if let Err(error) = upper::remove_index(root, old) {
-            eprintln!("storaged: {error}");
-        }
-        Ok(())
-    }
-
-    fn flush_for_seal(&self, upper: &Upper) -> Result<()> {
-        upper.flush().during(format_args!("cannot flush the disk of {}", self.owner)).map_err(Error::lost)
-    }
-
     /// Opens what the record says, unless it is open.
     fn top(&self, kept: &mut Kept) -> Result<Top> {
         match &*self.state.read().unwrap_or_else(PoisonError::into_inner) {
@@ -277,28 +179,6 @@ impl Disk {
             State::Open(top) => Ok(top.clone()),
             _ => Err(Error::new(Code::Conflict, format!("the disk of {} was closed meanwhile", self.owner))),
         }
-    }
-
-    /// A seal that an earlier daemon began: undone when nothing depends on it, else done.
-    fn recover(&self, kept: &mut Kept) -> Result<()> {
-        let Some(next) = kept.record.next else { return Ok(()) };
-        let root = &self.parts.root;
-        let size = kept.record.stack.size_bytes;
-        let old = kept.record.upper;
-        if upper::data_path(root, old).exists() {
-            // It may be missing or empty, but what is damaged may have had writes.
-            let written = upper::exists(root, next) && !Upper::open(root, next, size)?.is_empty();
-            if !written {
-                let record = DiskRecord { next: None, ..kept.record.clone() };
-                self.keep(&record)?;
-                kept.record = record;
-                return upper::remove(root, next);
-            }
-            let old = Upper::open(root, old, size)?;
-            old.seal(size)?;
-            self.flush_for_seal(&old)?;
-        }
-        self.settle(kept)
     }
 
     fn keep(&self, record: &DiskRecord) -> Result<()> {
@@ -355,90 +235,6 @@ impl Disk {
 
     fn checked(&self, offset: u64, length: u64) -> io::Result<()> {
         check(self.size_bytes(), offset, length)
-    }
-}
-
-impl Top {
-    fn uppers(&self) -> [Option<&Upper>; 2] {
-        [Some(&self.upper), self.sealing.as_deref()]
-    }
-
-    fn read(&self, buf: &mut [u8], offset: u64, now: bool) -> io::Result<Answer> {
-        self.read_through(&self.uppers(), buf, offset, now)
-    }
-
-    fn read_through(&self, uppers: &[Option<&Upper>], buf: &mut [u8], offset: u64, now: bool) -> io::Result<Answer> {
-        let Some((upper, lower)) = uppers.split_first() else {
-            return if now {
-                self.below.read_now(buf, offset)
-            } else {
-                self.below.read(buf, offset).map(|()| Answer::Done)
-            };
-        };
-        let Some(upper) = upper else { return self.read_through(lower, buf, offset, now) };
-        let end = offset + buf.len() as u64;
-        let mut rest = buf;
-        for piece in upper.pieces(offset / SECTOR..end.div_ceil(SECTOR)) {
-            let start = offset.max(piece.offset * SECTOR);
-            let stop = end.min((piece.offset + piece.length) * SECTOR);
-            let length = usize::try_from(stop - start).map_err(|_| io::ErrorKind::InvalidInput)?;
-            let (part, behind) = std::mem::take(&mut rest).split_at_mut(length);
-            rest = behind;
-            let answer = match piece.place {
-                Place::Zeroed => {
-                    part.fill(0);
-                    Answer::Done
-                }
-                Place::Hole => self.read_through(lower, part, start, now)?,
-                Place::Data { moffset, .. } => {
-                    let at = moffset * SECTOR + (start - piece.offset * SECTOR);
-                    if now {
-                        upper.read_data_now(part, at)?
-                    } else {
-                        upper.read_data(part, at)?;
-                        Answer::Done
-                    }
-                }
-            };
-            if answer == Answer::WouldWait {
-                return Ok(answer);
-            }
-        }
-        Ok(Answer::Done)
-    }
-
-    /// The parts of *range*, in sectors, that do not read as zeros for certain.
-    fn occupied(&self, range: Range<u64>) -> Vec<Range<u64>> {
-        fn collect(uppers: &[Option<&Upper>], below: &View, range: Range<u64>, found: &mut Vec<Range<u64>>) {
-            let Some((upper, lower)) = uppers.split_first() else {
-                found.extend(below.data(range));
-                return;
-            };
-            let Some(upper) = upper else { return collect(lower, below, range, found) };
-            for piece in upper.pieces(range) {
-                match piece.place {
-                    Place::Zeroed => (),
-                    Place::Hole => collect(lower, below, piece.range(), found),
-                    Place::Data { .. } => found.push(piece.range()),
-                }
-            }
-        }
-        let mut found = Vec::new();
-        collect(&self.uppers(), &self.below, range.clone(), &mut found);
-        // Few long mappings are better than many short ones.
-        let at_most = (range.end - range.start).div_ceil(Segment::MAX_LENGTH);
-        if found.len() as u64 > at_most { vec![range] } else { found }
-    }
-
-    /// Writes any bytes: sectors that are written in part are read first. Nobody else writes meanwhile.
-    fn write_bytes(&self, buf: &[u8], offset: u64, durable: bool) -> io::Result<bool> {
-        let first = offset / SECTOR;
-        let last = (offset + buf.len() as u64).div_ceil(SECTOR);
-        let mut whole = vec![0; usize::try_from((last - first) * SECTOR).map_err(|_| io::ErrorKind::InvalidInput)?];
-        let head = usize::try_from(offset % SECTOR).map_err(|_| io::ErrorKind::InvalidInput)?;
-        self.read(&mut whole, first * SECTOR, false)?;
-        whole[head..head + buf.len()].copy_from_slice(buf);
-        self.upper.write(&whole, first, durable)
     }
 }
 
@@ -519,5 +315,7 @@ impl Device for Disk {
     }
 }
 
+#[cfg(test)]
+mod faults;
 #[cfg(test)]
 mod tests;

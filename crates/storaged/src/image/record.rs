@@ -37,6 +37,7 @@ pub struct MemoryRecord {
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct FrozenRecord {
+    pub owner: Owner,
     pub pid: i32,
     pub start_time: u64,
     /// Of the image that it maps.

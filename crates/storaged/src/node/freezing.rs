@@ -28,6 +28,8 @@ const THAW_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// A child, and what it maps.
 pub(super) struct Child {
+    /// Whose process it was made of.
+    owner: Owner,
     frozen: Arc<Frozen>,
     state: Mutex<ChildState>,
     _held: Held,
@@ -60,12 +62,13 @@ impl Node {
         let key = Key::Frozen(id);
         let stack = memory.stack().clone();
         let held = self.parts.library.hold(&stack.layers)?;
-        let limits = Limits { most_anonymous_bytes: available_bytes()?, timeout: FREEZE_TIMEOUT };
+        let limits =
+            Limits { most_anonymous_bytes: available_bytes()?.min(self.freeze_limit_bytes), timeout: FREEZE_TIMEOUT };
         let name = child_name(&self.parts);
         let began = Instant::now();
         let mut written = None;
         let made = freeze(&Request { pid, image: &image, name: &name, limits }, |child| {
-            let record = to_record(child, &image, stack)?;
+            let record = to_record(owner, child, &image, stack)?;
             record::note(&self.parts.root, &key, &record)?;
             written = Some(record);
             Ok(())
@@ -77,7 +80,7 @@ impl Node {
         };
         let dirty_bytes = frozen.dirty_bytes()?;
         let state = Mutex::new(ChildState { record, memory: None });
-        let child = Child { frozen: Arc::new(made?), state, _held: held };
+        let child = Child { owner: owner.clone(), frozen: Arc::new(made?), state, _held: held };
         self.images_mut().frozen.insert(id, Arc::new(child));
         Ok(Froze { frozen: id, took, dirty_bytes })
     }
@@ -194,6 +197,22 @@ impl Node {
         self.end(id, &child)
     }
 
+    /// The same for all that were made of processes of *owner*.
+    pub(super) fn thaw_of(&self, owner: &Owner) -> Result<()> {
+        let its: Vec<Id> = {
+            let images = self.images();
+            images.frozen.iter().filter(|(_, child)| child.owner == *owner).map(|(id, _)| *id).collect()
+        };
+        for id in its {
+            match self.thaw(id) {
+                // Somebody else was faster.
+                Err(error) if error.code == Code::NotFound => (),
+                other => other?,
+            }
+        }
+        Ok(())
+    }
+
     fn end(&self, id: Id, child: &Child) -> Result<()> {
         end_recorded(child.frozen.identity(), THAW_TIMEOUT)?;
         record::forget(&self.parts.root, &Key::Frozen(id))?;
@@ -260,16 +279,18 @@ fn adopt(parts: &Arc<Parts>, key: &Key) -> Result<Child> {
     let image = Image { backing, size_bytes: record.stack.size_bytes };
     let frozen = Frozen::adopt(Identity { pid: record.pid, start_time: record.start_time }, &image)?;
     let held = parts.library.hold_unseen(&record.stack.layers);
+    let owner = record.owner.clone();
     let state = Mutex::new(ChildState { record, memory: None });
-    Ok(Child { frozen: Arc::new(frozen), state, _held: held })
+    Ok(Child { owner, frozen: Arc::new(frozen), state, _held: held })
 }
 
-fn to_record(child: Identity, image: &Image, stack: Stack) -> Result<FrozenRecord> {
+fn to_record(owner: &Owner, child: Identity, image: &Image, stack: Stack) -> Result<FrozenRecord> {
     let Backing::Inode { device, inode } = image.backing else {
         return Err(Error::new(Code::Bug, "an image without an inode"));
     };
     let Identity { pid, start_time } = child;
     Ok(FrozenRecord {
+        owner: owner.clone(),
         pid,
         start_time,
         file_system: device,

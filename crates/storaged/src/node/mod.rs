@@ -43,6 +43,8 @@ pub struct Node {
     /// Attaching and detaching of one stack's memory.
     stacks: Keyed<Stack>,
     front: OnceLock<Front>,
+    /// How much memory a frozen child may come to need, in bytes, even if the host has more.
+    freeze_limit_bytes: u64,
 }
 
 #[derive(Default)]
@@ -80,6 +82,8 @@ impl Node {
         if images.damaged.is_empty() {
             sweep(&parts, &images)?;
         }
+        // What a damaged record needs is not known, so it needs everything.
+        parts.library.hold_everything(!images.damaged.is_empty());
         parts.root.settle()?;
         Ok(Self {
             parts,
@@ -87,7 +91,14 @@ impl Node {
             owners: Keyed::default(),
             stacks: Keyed::default(),
             front: OnceLock::new(),
+            freeze_limit_bytes: u64::MAX,
         })
+    }
+
+    /// A frozen child is refused if it could come to need more than so many bytes of memory.
+    #[must_use]
+    pub fn limit_freezing(self, limit_bytes: u64) -> Self {
+        Self { freeze_limit_bytes: limit_bytes, ..self }
     }
 
     /// From now on images are seen through *front*, which asks this node for them.

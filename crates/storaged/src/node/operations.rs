@@ -192,6 +192,7 @@ impl Node {
     pub fn remove(&self, owner: &Owner) -> Result<()> {
         let _turn = self.owners.lock(owner);
         self.detach_in_turn(owner)?;
+        self.thaw_of(owner)?;
         let disk = self.images().disks.get(owner).cloned();
         let damaged = self.images().damaged.contains(owner);
         if let Some(disk) = disk {
@@ -203,7 +204,9 @@ impl Node {
             self.hide(Kind::Disk, owner.as_str(), disk.device());
         } else if damaged {
             record::remove(&self.parts.root, &Key::Disk(owner.clone()))?;
-            self.images_mut().damaged.remove(owner);
+            let mut images = self.images_mut();
+            images.damaged.remove(owner);
+            self.parts.library.hold_everything(!images.damaged.is_empty());
         }
         Ok(())
     }

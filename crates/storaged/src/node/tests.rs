@@ -225,9 +225,9 @@ fn a_new_daemon_finds_what_the_last_one_had() {
 #[test]
 fn a_damaged_record_costs_one_disk_and_it_can_be_removed() {
     let bench = bench();
-    for owner in ["a", "b"] {
-        bench.fine("create_disk", json!({ "owner": owner, "stack": empty() }));
-    }
+    let stack = bench.imported(&[1; 4096]);
+    bench.fine("create_disk", json!({ "owner": "a", "stack": stack }));
+    bench.fine("create_disk", json!({ "owner": "b", "stack": empty() }));
     let path = bench.directory.path().join("images/disk-a");
     let record = File::options().write(true).open(path).unwrap();
     record.write_all_at(b"9", 12).unwrap();
@@ -237,7 +237,11 @@ fn a_damaged_record_costs_one_disk_and_it_can_be_removed() {
     bench.fine("open_disk", json!({ "owner": "b" }));
     assert_eq!(bench.fine("owners", json!({}))["owners"][0]["damaged"], json!(true));
     assert_eq!(fs::read_dir(bench.directory.path().join("uppers")).unwrap().count(), 4, "nothing is thrown away");
+    let delete = json!({ "layers": stack["layers"] });
+    assert_eq!(bench.fine("layers", json!({}))["layers"][0]["held"], json!(true), "it may be what the disk needs");
+    assert_eq!(bench.fine("delete_layers", delete.clone())["deleted"], json!([]));
     bench.fine("remove", json!({ "owner": "a" }));
+    assert_eq!(bench.fine("delete_layers", delete)["deleted"], stack["layers"]);
     let bench = bench.reopen();
     assert_eq!(bench.fails("open_disk", json!({ "owner": "a" })), Code::NotFound);
     assert_eq!(fs::read_dir(bench.directory.path().join("uppers")).unwrap().count(), 2);

@@ -9,14 +9,14 @@
 use std::fs::{self, File};
 use std::io;
 use std::os::unix::fs::FileExt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use layers::{BLOCK, Header, Identity, Map, ReadAt, SECTOR, Segment};
 
 use super::slots::Slots;
 use crate::error::{Context, Error, Result};
 use crate::layer::BLOCK_BYTES;
-use crate::root::{Root, sync_directory};
+use crate::root::Root;
 
 const ENTRY: u64 = Segment::SIZE as u64;
 /// A log is written anew when it is longer than this, and mostly dead.
@@ -36,6 +36,17 @@ pub(super) struct Log {
     generation: u64,
     /// Not to be compacted before it is so long; grows after a failure.
     compact_at: u64,
+    /// Its name is not durable yet.
+    unplaced: bool,
+}
+
+/// A log that is being written anew, beside the one that is in use.
+pub(super) struct Anew {
+    log: Log,
+    temporary: PathBuf,
+    /// How many entries of the old one are in it.
+    covers: u64,
+    done: bool,
 }
 
 /// A mark that was written, and is not durable yet.
@@ -57,7 +68,7 @@ impl Log {
     pub(super) fn create(file: File, identity: Identity) -> Result<Self> {
         let header = Header::of_log(identity).encode().map_err(|e| Error::invalid(e.to_string()))?;
         file.write_all_at(&header, 0).during("cannot start an index")?;
-        Ok(Self { file, count: 0, marked: 0, generation: 0, compact_at: COMPACT_ENTRIES })
+        Ok(Self { file, count: 0, marked: 0, generation: 0, compact_at: COMPACT_ENTRIES, unplaced: false })
     }
 
     /// Reads a log back; given the sizes of the file it maps to and of the disk.
@@ -90,7 +101,8 @@ impl Log {
         // A last entry that is not whole was never acknowledged.
         file.set_len(BLOCK + count * ENTRY).during("cannot cut an index")?;
         // Whether the last mark is on disk is not known here: the next flush sees to it.
-        let log = Self { file, count, marked: 0, generation: 0, compact_at: COMPACT_ENTRIES.max(count) };
+        let compact_at = COMPACT_ENTRIES.max(count);
+        let log = Self { file, count, marked: 0, generation: 0, compact_at, unplaced: false };
         Ok(Replay { identity, map, slots, log })
     }
 
@@ -112,7 +124,7 @@ impl Log {
 
     /// Whether every entry had its data on disk at the last flush.
     pub(super) fn is_marked(&self) -> bool {
-        self.marked == self.count
+        self.marked == self.count && !self.unplaced
     }
 
     /// Notes that the first *covered* entries have their data on disk. Sync the file, then say so
@@ -124,11 +136,13 @@ impl Log {
         Ok(Mark { marked, generation: self.generation })
     }
 
-    /// The file was synced after *mark*.
-    pub(super) fn marked(&mut self, mark: &Mark) {
-        if mark.generation == self.generation {
+    /// The file was synced after *mark*. Says whether it is this log still that has the mark.
+    pub(super) fn marked(&mut self, mark: &Mark) -> bool {
+        let same = mark.generation == self.generation;
+        if same {
             self.marked = self.marked.max(mark.marked);
         }
+        same
     }
 
     pub(super) fn file(&self) -> io::Result<File> {
@@ -144,36 +158,92 @@ impl Log {
         self.compact_at = self.count * 2;
     }
 
-    /// Writes the log at *path* anew with what *map* says, all of whose data is on disk.
-    pub(super) fn compact(&mut self, root: &Root, path: &Path, identity: Identity, map: &Map) -> Result<()> {
+    /// Starts a log that shall say the same as this one does now.
+    pub(super) fn begin_anew(&self, root: &Root) -> Result<Anew> {
+        let (identity, _) = open(&self.file)?;
         let (temporary, file) = root.temporary()?;
-        let done = (|| {
-            let mut log = Self::create(file, identity)?;
-            let segments: Vec<Segment> = map.segments().collect();
-            for part in segments.chunks(BATCH / Segment::SIZE) {
-                log.append(part).during("cannot write an index anew")?;
-            }
-            let mark = log.mark(log.count).during("cannot write an index anew")?;
-            log.generation = self.generation + 1;
-            log.marked = mark.marked;
-            log.file.sync_all().during("cannot write an index anew")?;
-            fs::rename(&temporary, path).during("cannot put a new index in place")?;
-            Ok(log)
-        })();
-        match done {
-            Ok(log) => {
-                *self = log;
-                sync_directory(&root.uppers())
-            }
-            Err(error) => {
-                let _ = fs::remove_file(&temporary);
-                Err(error)
-            }
+        let log = Self { generation: self.generation + 1, unplaced: true, ..Self::create(file, identity)? };
+        Ok(Anew { log, temporary, covers: self.count, done: false })
+    }
+
+    /// Puts *anew* in place of this log, at *path*, if no flush has promised anything since it caught up: of what was
+    /// appended since then nothing is known to be durable, and nothing has to be. Says whether it did.
+    pub(super) fn replace_by(&mut self, anew: &mut Anew, path: &Path) -> Result<bool> {
+        let missing = self.entries_from(anew.covers)?;
+        if missing.iter().any(|segment| segment.is_padding()) {
+            return Ok(false);
         }
+        anew.log.append(&missing).during("cannot write an index anew")?;
+        fs::rename(&anew.temporary, path).during("cannot put a new index in place")?;
+        anew.done = true;
+        let file = anew.log.file().during("cannot put a new index in place")?;
+        *self = Self { file, ..anew.log };
+        Ok(true)
+    }
+
+    fn entries_from(&self, first: u64) -> Result<Vec<Segment>> {
+        let mut entries = Vec::new();
+        for_each_from(&self.file, first, self.count, |_, segment| {
+            entries.push(segment);
+            Ok(())
+        })?;
+        Ok(entries)
+    }
+
+    /// Whether its name may still be an older log's after a crash of the host.
+    pub(super) fn is_unplaced(&self) -> bool {
+        self.unplaced
+    }
+
+    /// The directory was synced after the log of *generation* got its name.
+    pub(super) fn placed(&mut self, generation: u64) {
+        if self.generation == generation {
+            self.unplaced = false;
+        }
+    }
+
+    pub(super) fn generation(&self) -> u64 {
+        self.generation
     }
 
     fn end(&self) -> u64 {
         BLOCK + self.count * ENTRY
+    }
+}
+
+impl Anew {
+    /// Writes what the entries said when it was begun, as few as can be.
+    pub(super) fn fill(&mut self, segments: &[Segment]) -> Result<()> {
+        let mut parts = segments.chunks(BATCH / Segment::SIZE);
+        parts.try_for_each(|part| self.log.append(part)).during("cannot write an index anew")
+    }
+
+    /// Adds what was appended to *log* before this moment. The caller then syncs the data, and after
+    /// it the file, with [`Anew::sync`].
+    pub(super) fn catch_up(&mut self, log: &Log) -> Result<()> {
+        // Marks count the entries of the old log.
+        let missing: Vec<Segment> =
+            log.entries_from(self.covers)?.into_iter().filter(|segment| !segment.is_padding()).collect();
+        self.log.append(&missing).during("cannot write an index anew")?;
+        self.covers = log.count;
+        Ok(())
+    }
+
+    /// All of whose data is on disk: so is the file when this returns.
+    pub(super) fn sync(&mut self) -> Result<()> {
+        let mark = self.log.mark(self.log.count).during("cannot write an index anew")?;
+        self.log.file.sync_all().during("cannot write an index anew")?;
+        self.log.marked(&mark);
+        Ok(())
+    }
+}
+
+/// One that came to nothing leaves nothing.
+impl Drop for Anew {
+    fn drop(&mut self) {
+        if !self.done {
+            let _ = fs::remove_file(&self.temporary);
+        }
     }
 }
 
@@ -208,9 +278,13 @@ pub(super) fn open(file: &File) -> Result<(Identity, u64)> {
     Ok((header.identity, count))
 }
 
-fn for_each(file: &File, count: u64, mut each: impl FnMut(u64, Segment) -> Result<()>) -> Result<()> {
+fn for_each(file: &File, count: u64, each: impl FnMut(u64, Segment) -> Result<()>) -> Result<()> {
+    for_each_from(file, 0, count, each)
+}
+
+fn for_each_from(file: &File, first: u64, count: u64, mut each: impl FnMut(u64, Segment) -> Result<()>) -> Result<()> {
     let mut buf = vec![0; BATCH];
-    let mut number = 0;
+    let mut number = first;
     while number < count {
         let entries = (count - number).min((BATCH / Segment::SIZE) as u64);
         let part = &mut buf[..usize::try_from(entries * ENTRY).unwrap_or(BATCH)];

@@ -39,7 +39,12 @@ pub struct Upper {
     slots: Mutex<Slots>,
     log: Mutex<Log>,
     flushes: Flushes,
+    /// Held by the one who writes the log anew.
+    compacting: Mutex<()>,
 }
+
+/// How often a log that is written anew may catch up with the one in use.
+const COMPACT_ATTEMPTS: usize = 8;
 
 /// Many may ask for a flush at once; one that begins after they asked answers all of them.
 #[derive(Default)]
@@ -107,6 +112,7 @@ impl Upper {
             slots: Mutex::new(slots),
             log: Mutex::new(log),
             flushes: Flushes::default(),
+            compacting: Mutex::default(),
         })
     }
 
@@ -241,27 +247,50 @@ impl Upper {
             }
             map.len()
         };
-        if log.wants_compaction(live) {
-            self.compact(&mut log);
+        let wanted = log.wants_compaction(live);
+        drop(log);
+        if wanted {
+            self.compact();
         }
         Ok(())
     }
 
-    /// What goes wrong here is no fault of the write that happened to be the last one.
-    fn compact(&self, log: &mut Log) {
-        let done = (|| {
+    /// Writes the index anew while others go on. What goes wrong here is no fault of the write that happened to be the last one.
+    fn compact(&self) {
+        let Ok(_alone) = self.compacting.try_lock() else { return };
+        let done = self.try_compact();
+        if let Err(error) = &done {
+            eprintln!("storaged: the index of upper {} stays long: {error}", self.id);
+        }
+        if !done.unwrap_or(false) {
+            self.log().put_off();
+        }
+    }
+
+    /// Catches up with the log, without keeping anybody from it, until there is a moment with no flush since.
+    fn try_compact(&self) -> Result<bool> {
+        let (mut anew, segments) = {
+            let log = self.log();
+            (log.begin_anew(&self.root)?, self.segments())
+        };
+        anew.fill(&segments)?;
+        for _ in 0..COMPACT_ATTEMPTS {
             self.data
                 .sync_data()
                 .inspect_err(|_| self.flushes.failed.store(true, Ordering::Release))
                 .during("flush")?;
-            let map = self.map.read().unwrap_or_else(PoisonError::into_inner);
-            let (identity, _) = log::open(&log.file().during("cannot read an index")?)?;
-            log.compact(&self.root, &index_path(&self.root, self.id), identity, &map)
-        })();
-        if let Err(error) = done {
-            eprintln!("storaged: the index of upper {} stays long: {error}", self.id);
-            log.put_off();
+            anew.sync()?;
+            let mut log = self.log();
+            if log.replace_by(&mut anew, &index_path(&self.root, self.id))? {
+                let generation = log.generation();
+                drop(log);
+                sync_directory(&self.root.uppers())?;
+                self.log().placed(generation);
+                return Ok(true);
+            }
+            anew.catch_up(&log)?;
         }
+        Ok(false)
     }
 
     /// See [`crate::device::Device::flush`].
@@ -288,19 +317,39 @@ impl Upper {
     }
 
     fn flush_now(&self) -> io::Result<()> {
-        // Entries up to here have their data in the kernel, which has it on disk after the first sync.
-        let covered = self.log().count();
-        self.data.sync_data()?;
-        let mut log = self.log();
-        if log.is_marked() {
-            return Ok(());
+        loop {
+            // Entries up to here have their data in the kernel, which has it on disk after the first sync.
+            let (covered, generation) = {
+                let log = self.log();
+                (log.count(), log.generation())
+            };
+            self.data.sync_data()?;
+            let mut log = self.log();
+            if log.is_marked() {
+                return Ok(());
+            }
+            if log.generation() != generation {
+                // Written anew meanwhile: its entries have other numbers.
+                continue;
+            }
+            let unplaced = log.is_unplaced();
+            let mark = log.mark(covered)?;
+            let file = log.file()?;
+            drop(log);
+            file.sync_data()?;
+            if unplaced {
+                sync_directory(&self.root.uppers())
+                    .map_err(|error| error.source.unwrap_or_else(|| Errno::IO.into()))?;
+            }
+            let mut log = self.log();
+            if unplaced {
+                log.placed(generation);
+            }
+            // Else the promise was written into a log that is none any more.
+            if log.marked(&mark) {
+                return Ok(());
+            }
         }
-        let mark = log.mark(covered)?;
-        let file = log.file()?;
-        drop(log);
-        file.sync_data()?;
-        self.log().marked(&mark);
-        Ok(())
     }
 
     /// Writes what makes the data file a layer behind the data. Nobody writes to the upper meanwhile.

@@ -201,3 +201,33 @@ fn a_flush_that_failed_fails_for_ever_and_no_write_is_durable_then() {
     }
     bench.reopened().unwrap().flush().unwrap();
 }
+
+#[test]
+fn an_index_is_written_anew_under_writes_and_flushes_and_forgets_none() {
+    let bench = bench();
+    let upper = &bench.upper;
+    let left = &AtomicU64::new(2);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            while left.load(Ordering::Acquire) > 0 {
+                upper.flush().unwrap();
+            }
+        });
+        for part in 0..2_u64 {
+            scope.spawn(move || {
+                for round in 0..15_000_u64 {
+                    let at = part * 4096 + round % 50 * 10;
+                    upper.write(&[u8::try_from(round % 251).unwrap(); 512], at, false).unwrap();
+                    upper.zero(&one(at..at + 1)).unwrap();
+                }
+                upper.write(&[9; 512], part * 4096 + 5, false).unwrap();
+                left.fetch_sub(1, Ordering::AcqRel);
+            });
+        }
+    });
+    upper.flush().unwrap();
+    assert!(upper.log().generation() > 0, "it was never written anew");
+    trim_all(&bench.root).unwrap();
+    assert_eq!(bench.reopened().unwrap().segments(), upper.segments());
+    assert!(fs::read_dir(bench.root.path().join("temporary")).unwrap().next().is_none());
+}

@@ -1,10 +1,10 @@
 use std::fs;
-use std::path::PathBuf;
 
 use proptest::prelude::*;
 
 use super::*;
 use crate::library::Library;
+use crate::names::{Format, LayerName};
 use crate::root::Root;
 use crate::stack::Stacks;
 
@@ -16,13 +16,13 @@ struct Bench {
     _directory: tempfile::TempDir,
 }
 
-fn parts(path: &std::path::Path) -> Arc<Parts> {
+pub(super) fn parts(path: &std::path::Path) -> Arc<Parts> {
     let root = Arc::new(Root::open(path).unwrap());
     let library = Library::new(&root, 3);
     Arc::new(Parts { stacks: Stacks::new(&library), root, library })
 }
 
-fn owner() -> Owner {
+pub(super) fn owner() -> Owner {
     Owner::parse("box").unwrap()
 }
 
@@ -55,7 +55,7 @@ impl Bench {
     }
 }
 
-fn of_record(parts: &Arc<Parts>) -> Disk {
+pub(super) fn of_record(parts: &Arc<Parts>) -> Disk {
     let record: DiskRecord = record::read(&parts.root, &key()).unwrap();
     let device = DeviceId(std::num::NonZeroU64::new(record.device).unwrap());
     Disk::of_record(parts, owner(), device, record)
@@ -262,70 +262,4 @@ fn outside_of_the_disk_there_is_nothing() {
     bench.disk.remove().unwrap();
     assert!(bench.disk.read(&mut [0; 1], 0).is_err());
     assert!(fs::read_dir(bench.parts.root.uppers()).unwrap().next().is_none());
-}
-
-/// A small file system of its own, or nothing and a line that is counted.
-struct Small(PathBuf);
-
-impl Small {
-    fn mount(kib: u32) -> Option<Self> {
-        if !rustix::process::geteuid().is_root() {
-            println!("SKIPPED: not root");
-            return None;
-        }
-        let place = tempfile::tempdir().unwrap().keep();
-        let size = std::ffi::CString::new(format!("size={kib}k")).unwrap();
-        let flags = rustix::mount::MountFlags::empty();
-        rustix::mount::mount("none", &place, "tmpfs", flags, Some(size.as_c_str())).unwrap();
-        Some(Self(place))
-    }
-}
-
-impl Drop for Small {
-    fn drop(&mut self) {
-        let _ = rustix::mount::unmount(&self.0, rustix::mount::UnmountFlags::DETACH);
-        let _ = fs::remove_dir(&self.0);
-    }
-}
-
-#[test]
-fn a_full_disk_costs_what_did_not_fit_and_nothing_else() {
-    let Some(small) = Small::mount(600) else { return };
-    let parts = parts(&small.0);
-    let disk = Disk::create(&parts, owner(), Stack { layers: Vec::new(), size_bytes: SIZE }).unwrap();
-    let mut model = vec![0; usize::try_from(SIZE).unwrap()];
-    let mut refused = 0_u64;
-    for round in 0..2_u8 {
-        for block in 0..SIZE / 4096 {
-            let range = usize::try_from(block * 4096).unwrap()..usize::try_from(block * 4096 + 4096).unwrap();
-            match disk.write(&[round + 1; 4096], block * 4096, false) {
-                Ok(()) => model[range].fill(round + 1),
-                Err(error) => {
-                    assert_eq!(error.raw_os_error(), Some(Errno::NOSPC.raw_os_error()));
-                    refused += 1;
-                }
-            }
-        }
-    }
-    assert!(refused > 0 && refused < 2 * SIZE / 4096);
-    let check = |disk: &Disk| {
-        let mut whole = vec![0xee; model.len()];
-        disk.read(&mut whole, 0).unwrap();
-        assert!(whole == model);
-    };
-    check(&disk);
-    // Nor does a seal fit, and the disk is as it was.
-    fs::write(small.0.join("ballast"), vec![1; 4096]).unwrap_or_default();
-    let failed = disk.seal().err().unwrap();
-    assert_eq!((failed.code, failed.left), (Code::NoSpace, crate::error::Left::RolledBack));
-    check(&disk);
-    check(&of_record(&parts));
-    // What is given back can be used again.
-    let _ = fs::remove_file(small.0.join("ballast"));
-    disk.discard(0, SIZE / 4).unwrap();
-    model[..usize::try_from(SIZE / 4).unwrap()].fill(0);
-    disk.seal().unwrap();
-    let mut whole = vec![0xee; model.len()];
-    disk.read(&mut whole, 0).unwrap();
-    assert!(whole == model);
 }
