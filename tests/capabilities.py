@@ -139,6 +139,7 @@ PROBES: Final[Mapping[str, Callable[[], str | None]]] = {
     "debugfs": _program("debugfs"),
     "cpio": _program("cpio"),
     "openssl": _program("openssl"),
+    "fio": _program("fio"),
     "static-cc": _static_cc,
     "mount": _mount,
     "cgroup2": _cgroup2,

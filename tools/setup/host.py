@@ -72,6 +72,7 @@ NEEDS = (
     Need("zstd", "zstd", program("zstd")),
     Need("xz", "xz-utils", program("xz")),
     Need("openssl", "openssl", program("openssl")),
+    Need("fio", "fio", program("fio")),
 )
 
 

@@ -10,6 +10,7 @@ pub mod credentials;
 pub mod early;
 pub mod fuse;
 pub mod inherit;
+pub mod interrupt;
 pub mod link;
 pub mod memory;
 pub mod namespace;

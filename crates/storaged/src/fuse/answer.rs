@@ -151,7 +151,6 @@ pub(super) mod notice {
 
     const INVALIDATE_NODE: i32 = 2;
     const INVALIDATE_ENTRY: i32 = 3;
-    const RETRIEVE: i32 = 5;
     const RESEND: i32 = 7;
 
     fn message(code: i32, body: &[u8]) -> Vec<u8> {
@@ -185,14 +184,6 @@ pub(super) mod notice {
         message(INVALIDATE_ENTRY, &body)
     }
 
-    /// The kernel sends us a message, which wakes one reader. It asks for no bytes of the root folder.
-    pub(crate) fn wake(root: u64) -> Vec<u8> {
-        let mut body = 0_u64.to_ne_bytes().to_vec();
-        body.extend(root.to_ne_bytes());
-        body.extend([0; 16]);
-        message(RETRIEVE, &body)
-    }
-
     /// The kernel sends everything again that was read and not answered (Linux 6.9).
     pub(crate) fn resend() -> Vec<u8> {
         message(RESEND, &[])
@@ -221,7 +212,6 @@ mod tests {
         assert_eq!(length(&|out| file_system(out)), 80);
         assert_eq!(notice::invalidate_node(1).len(), 16 + 24);
         assert_eq!(notice::invalidate_entry(1, b"ab").len(), 16 + 16 + 3);
-        assert_eq!(notice::wake(1).len(), 16 + 32);
     }
 
     #[test]

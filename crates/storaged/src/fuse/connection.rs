@@ -6,8 +6,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
 
-use super::answer::{self, Failure, notice};
-use super::nodes::ROOT;
+use super::answer::{self, Failure};
 
 /// What is read from one channel is answered on the same one. The first is the one that was mounted;
 /// the others were joined to it.
@@ -82,10 +81,5 @@ impl Connection {
 
     pub(super) fn notify(&self, message: &[u8]) -> Result<(), Errno> {
         rustix::io::write(self.channel(0), message).map(drop)
-    }
-
-    /// Wakes one thread that waits for a request.
-    pub(super) fn wake(&self) -> Result<(), Errno> {
-        self.notify(&notice::wake(ROOT))
     }
 }

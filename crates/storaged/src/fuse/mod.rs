@@ -35,7 +35,7 @@ pub use self::counters::{Statistics, Work};
 use self::guard::Guard;
 use self::mount::Mounted;
 use self::nodes::Node;
-use self::server::{Desk, Next, Server};
+use self::server::{Desk, Server};
 use self::slow::{Perform, Slow};
 use self::terms::{MAX_REQUEST_BYTES, Terms};
 use self::wire::Operation;
@@ -63,6 +63,8 @@ impl Options {
         Self { mount, keeper_socket, keeper_program: Program::this(), readers: 4, channels: 1, read_ahead_kib: 512 }
     }
 }
+
+const SIGNAL_AGAIN: Duration = Duration::from_millis(1);
 
 /// What was found when the front end started.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
@@ -146,13 +148,14 @@ impl Front {
         // Before the first request is read: from then on it matters that the descriptors outlive us.
         let guard = Guard::start(keeper, text, Arc::clone(&server), options).during("keeper")?;
         let front = Self { server, guard, readers: Mutex::default(), place };
+        sys::interrupt::allow().during("signals")?;
         front.start_readers(options.readers.max(1)).during("reading threads")?;
         Ok(front)
     }
 
     fn start_readers(&self, count: usize) -> io::Result<()> {
         let server = Arc::clone(&self.server);
-        let perform: Perform = Arc::new(move |slow, job| server.perform(slow, job));
+        let perform: Perform = Arc::new(move |slow, job, buffer| server.perform(slow, job, buffer));
         let mut readers = self.readers.lock().unwrap_or_else(PoisonError::into_inner);
         for channel in 0..count {
             let server = Arc::clone(&self.server);
@@ -201,14 +204,15 @@ impl Front {
     pub fn stop(&self, limit: Duration) -> bool {
         self.server.stopping.store(true, Ordering::SeqCst);
         let readers: Vec<_> = self.readers.lock().unwrap_or_else(PoisonError::into_inner).drain(..).collect();
-        // Each message ends one reader, after the request that it may be at. Without a connection all end by themselves.
-        let woken = readers.iter().all(|_| self.server.connection.wake().is_ok()) || !self.server.connection.alive();
-        if woken {
-            for reader in readers {
-                let _ = reader.join();
+        // A signal between the look at the flag and the wait for a request is lost; so it is sent again.
+        for reader in readers {
+            while !reader.is_finished() {
+                sys::interrupt::interrupt(&reader);
+                std::thread::sleep(SIGNAL_AGAIN);
             }
+            let _ = reader.join();
         }
-        let finished = self.server.slow.stop(limit) && woken;
+        let finished = self.server.slow.stop(limit);
         self.guard.stop();
         finished
     }
@@ -276,14 +280,10 @@ fn begin(session: std::os::fd::OwnedFd, mounted: Mounted, options: &Options) -> 
 
 /// Reads and serves until the kernel or [`Front::stop`] ends it.
 fn read(server: &Server, mut desk: Desk) {
-    loop {
+    while !server.stopping.load(Ordering::SeqCst) {
         let received = desk.buffer.receive(server.connection.channel(desk.channel));
         match received {
-            Ok(length) => {
-                if server.serve(&mut desk, length) == Next::Stop {
-                    return;
-                }
-            }
+            Ok(length) => server.serve(&mut desk, length),
             // The request was taken back before it was read; or a signal.
             Err(Errno::NOENT | Errno::INTR | Errno::AGAIN) => {}
             // Unmounted, or aborted.

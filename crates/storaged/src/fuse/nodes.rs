@@ -4,7 +4,7 @@ use std::num::NonZeroU64;
 
 use crate::device::{DeviceId, Kind};
 
-pub(super) const ROOT: u64 = 1;
+const ROOT: u64 = 1;
 const DISKS: u64 = 2;
 const MEMORY: u64 = 3;
 /// Devices come after it; what is left in between is for folders to come.

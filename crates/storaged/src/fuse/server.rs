@@ -38,13 +38,6 @@ pub(super) struct Server {
     pub(super) gid: u32,
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Next {
-    Request,
-    /// The kernel or our own side says that it is over.
-    Stop,
-}
-
 /// What one reading thread has of its own.
 pub(super) struct Desk {
     pub(super) channel: usize,
@@ -55,14 +48,14 @@ pub(super) struct Desk {
 
 impl Server {
     /// Serves the request in the first *length* bytes of the desk's buffer.
-    pub(super) fn serve(&self, desk: &mut Desk, length: usize) -> Next {
+    pub(super) fn serve(&self, desk: &mut Desk, length: usize) {
         let since = Instant::now();
         let Desk { channel, buffer, scratch, perform } = desk;
         let received = buffer.received(length);
         let Ok((header, body)) = wire::header(received) else {
             // Not even a number to answer; the kernel does not do this.
             self.counters.malformed.fetch_add(1, Ordering::Relaxed);
-            return Next::Request;
+            return;
         };
         if header.unique & wire::RESENT != 0 && header.opcode != wire::opcode::INTERRUPT {
             self.counters.resent.fetch_add(1, Ordering::Relaxed);
@@ -70,13 +63,13 @@ impl Server {
         let Ok(operation) = wire::operation(header.opcode, body) else {
             self.counters.malformed.fetch_add(1, Ordering::Relaxed);
             self.connection.answer(*channel, header.unique, Err(Errno::INVAL.into()));
-            return Next::Request;
+            return;
         };
         scratch.clear();
         let done = match operation {
             Operation::Read { offset, size } => {
                 self.read(header, *channel, buffer, offset, size, since, perform);
-                return Next::Request;
+                return;
             }
             Operation::Write { offset, flags, data } => {
                 let done = self.write(header, offset, data, flags & OPEN_DURABLE != 0);
@@ -87,7 +80,7 @@ impl Server {
                 Ok((id, device)) if device.kind() == Kind::Disk => {
                     let job = Job { device: id, channel: *channel, unique: header.unique, work: Work::Flush, since };
                     self.submit(job, perform);
-                    return Next::Request;
+                    return;
                 }
                 other => other.map(drop),
             },
@@ -95,7 +88,7 @@ impl Server {
                 Ok(Some((device, length))) => {
                     let work = Work::Discard { offset, length };
                     self.submit(Job { device, channel: *channel, unique: header.unique, work, since }, perform);
-                    return Next::Request;
+                    return;
                 }
                 other => other.map(drop),
             },
@@ -104,16 +97,12 @@ impl Server {
                     self.counters.interrupted.fetch_add(1, Ordering::Relaxed);
                     self.connection.answer(job.channel, job.unique, Err(Errno::INTR.into()));
                 }
-                return Next::Request;
+                return;
             }
-            Operation::Forget => return Next::Request,
-            Operation::NotifyReply => {
-                return if self.stopping.load(Ordering::SeqCst) { Next::Stop } else { Next::Request };
-            }
+            Operation::Forget | Operation::NotifyReply => return,
             other => self.look(header, &other, scratch),
         };
         self.connection.answer(*channel, header.unique, done.map(|()| scratch.as_slice()));
-        Next::Request
     }
 
     #[expect(clippy::too_many_arguments, reason = "the parts of one desk, of which each is lent on its own")]
@@ -158,13 +147,10 @@ impl Server {
     }
 
     /// Does what a reading thread had no time for.
-    pub(super) fn perform(&self, slow: &Slow, job: Job) {
-        let mut buffer = None;
+    pub(super) fn perform(&self, slow: &Slow, job: Job, buffer: &mut Buffer) {
         let done = self.file(Node::Device(job.device).number()).and_then(|(_, device)| {
             let done = match job.work {
-                Work::Read { offset, length } => {
-                    device.read(buffer.insert(Buffer::new(length)).data(length), offset).map(|()| length)
-                }
+                Work::Read { offset, length } => device.read(buffer.data(length), offset).map(|()| length),
                 Work::Flush => device.flush().map(|()| 0),
                 Work::Discard { offset, length } => {
                     device.discard(offset, length).map(|()| usize::try_from(length).unwrap_or(usize::MAX))
@@ -175,11 +161,11 @@ impl Server {
         if !slow.claim(job) {
             return;
         }
-        match (&done, &mut buffer) {
-            (Ok(length), Some(buffer)) => {
+        match (&done, job.work) {
+            (Ok(length), Work::Read { .. }) => {
                 self.connection.answer_whole(job.channel, job.unique, buffer.answer(job.unique, *length));
             }
-            (Ok(_), None) => self.connection.answer(job.channel, job.unique, Ok(&[])),
+            (Ok(_), _) => self.connection.answer(job.channel, job.unique, Ok(&[])),
             (Err(failure), _) => self.connection.answer(job.channel, job.unique, Err(*failure)),
         }
         self.counter(job).add(done.unwrap_or(0), done.is_err(), job.since.elapsed());

@@ -8,14 +8,19 @@ use std::collections::{HashMap, VecDeque};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use super::buffer::Buffer;
 use crate::device::DeviceId;
 
-/// Threads that wait on one device. More would only wait for the same thing.
-const THREADS_PER_DEVICE: usize = 8;
-const MAX_THREADS: usize = 256;
+/// Threads that wait on one device: what a guest's disk has in flight. Fewer would leave a local disk idle.
+const THREADS_PER_DEVICE: usize = 32;
+/// Bytes that are being read from one device. One request may always be.
+const BYTES_PER_DEVICE: usize = 8 << 20;
+const MAX_THREADS: usize = 512;
 /// Kept when there is nothing to do.
 const MIN_THREADS: usize = 2;
 const IDLE: Duration = Duration::from_secs(20);
+/// What a thread without work keeps.
+const SMALL_BYTES: usize = 16 << 10;
 const STACK_BYTES: usize = 256 << 10;
 /// Far more than there can be: each is an asynchronous request (the kernel bounds them) or a thread of a VMM.
 const MAX_QUEUED: usize = 1 << 18;
@@ -40,12 +45,29 @@ impl Job {
     fn is_read(&self) -> bool {
         matches!(self.work, Work::Read { .. })
     }
+
+    fn buffer_bytes(&self) -> usize {
+        match self.work {
+            Work::Read { length, .. } => length,
+            Work::Flush | Work::Discard { .. } => 0,
+        }
+    }
 }
 
 #[derive(Default)]
 struct Queue {
     jobs: VecDeque<Job>,
     running: usize,
+    running_bytes: usize,
+}
+
+impl Queue {
+    /// Whether its next job may begin.
+    fn may_run(&self) -> bool {
+        let Some(next) = self.jobs.front() else { return false };
+        self.running == 0
+            || (self.running < THREADS_PER_DEVICE && self.running_bytes + next.buffer_bytes() <= BYTES_PER_DEVICE)
+    }
 }
 
 #[derive(Default)]
@@ -64,11 +86,12 @@ struct State {
 
 impl State {
     fn next_in_turn(&mut self) -> Option<Job> {
-        let place = self.turns.iter().position(|device| self.queues[device].running < THREADS_PER_DEVICE)?;
+        let place = self.turns.iter().position(|device| self.queues[device].may_run())?;
         let device = self.turns.remove(place)?;
         let queue = self.queues.get_mut(&device)?;
         let job = queue.jobs.pop_front()?;
         queue.running += 1;
+        queue.running_bytes += job.buffer_bytes();
         if !queue.jobs.is_empty() {
             self.turns.push_back(device);
         }
@@ -90,7 +113,7 @@ pub(super) struct Slow {
 }
 
 /// Does a job; calls back to learn whether the answer is still wanted.
-pub(super) type Perform = Arc<dyn Fn(&Slow, Job) + Send + Sync>;
+pub(super) type Perform = Arc<dyn Fn(&Slow, Job, &mut Buffer) + Send + Sync>;
 
 impl Slow {
     pub(super) fn new() -> Self {
@@ -135,13 +158,18 @@ impl Slow {
     }
 
     fn run(&self, perform: &Perform) {
-        while let Some(job) = self.next() {
-            perform(self, job);
+        let mut buffer = Buffer::new(SMALL_BYTES);
+        while let Some(job) = self.next(&mut buffer) {
+            if job.buffer_bytes() > buffer.data_bytes() {
+                buffer = Buffer::new(job.buffer_bytes());
+            }
+            perform(self, job, &mut buffer);
             let mut state = self.lock();
             state.running.remove(&job.unique);
             let freed = match state.queues.get_mut(&job.device) {
                 Some(queue) => {
                     queue.running -= 1;
+                    queue.running_bytes -= job.buffer_bytes();
                     let waiting = !queue.jobs.is_empty();
                     if !waiting && queue.running == 0 {
                         state.queues.remove(&job.device);
@@ -159,7 +187,7 @@ impl Slow {
         self.changed.notify_all();
     }
 
-    fn next(&self) -> Option<Job> {
+    fn next(&self, buffer: &mut Buffer) -> Option<Job> {
         let mut state = self.lock();
         loop {
             if let Some(job) = state.next_in_turn() {
@@ -167,6 +195,9 @@ impl Slow {
             }
             if state.stopping && state.queued == 0 {
                 return None;
+            }
+            if buffer.data_bytes() > 2 * SMALL_BYTES {
+                *buffer = Buffer::new(SMALL_BYTES);
             }
             state.idle += 1;
             let (woken, waited) = self.changed.wait_timeout(state, IDLE).unwrap_or_else(PoisonError::into_inner);
@@ -244,7 +275,7 @@ mod tests {
         let (begun, begins) = channel();
         let (done, ends) = channel();
         let (gate, begun, done) = (Mutex::new(gate), Mutex::new(begun), Mutex::new(done));
-        let perform: Perform = Arc::new(move |slow, job| {
+        let perform: Perform = Arc::new(move |slow, job, _| {
             begun.lock().unwrap().send(job.unique).unwrap();
             if job.device.0.get() == 1 {
                 let _ = gate.lock().unwrap().recv();

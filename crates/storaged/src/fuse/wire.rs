@@ -105,7 +105,7 @@ pub(super) enum Operation<'a> {
     Access,
     Control,
     Destroy,
-    /// What we sent ourselves, by way of the kernel, to wake a reader.
+    /// Cached pages that we never ask for. No answer.
     NotifyReply,
     /// Anything that would make, remove or rename a file.
     ChangeOfTree,
