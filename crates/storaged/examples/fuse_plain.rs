@@ -162,9 +162,7 @@ fn serve(arguments: &[String]) -> Result<(), Box<dyn std::error::Error>> {
 fn main() -> ExitCode {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     let done = match arguments.split_first() {
-        Some((first, _)) if first == "keep" => {
-            io::stdin().as_fd().try_clone_to_owned().and_then(|listener| keeper::keep(&listener)).map_err(Into::into)
-        }
+        Some((first, _)) if first == "keep" => keeper::main().map_err(Into::into),
         Some((first, rest)) if first == "serve" => serve(rest),
         _ => Err("keep or serve".into()),
     };

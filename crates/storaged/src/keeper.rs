@@ -31,6 +31,8 @@ pub const MAX_DESCRIPTORS: usize = 64;
 const MAX_PACKET_BYTES: usize = 16 << 10;
 const MAX_CONNECTIONS: usize = 8;
 const FIRST_CONNECTION: Duration = Duration::from_secs(30);
+/// How often it is looked at, while no daemon is there, whether what is held is still of use.
+const LOOK: Duration = Duration::from_secs(2);
 /// The keeper answers from memory: if it takes longer, it is stopped or gone.
 const ANSWER: Duration = Duration::from_secs(10);
 
@@ -89,11 +91,21 @@ fn receive(socket: BorrowedFd<'_>) -> io::Result<Option<(Vec<u8>, Vec<OwnedFd>)>
     Ok((got.bytes > 0).then_some((bytes, descriptors)))
 }
 
+/// The whole of the program `storaged keep`: nothing has been opened yet, and the listening socket is standard input.
+///
+/// # Errors
+/// As [`keep`].
+pub fn main() -> io::Result<()> {
+    sys::inherit::close_all_but_standard();
+    sys::signals::unblock_all();
+    keep(&io::stdin().as_fd().try_clone_to_owned()?)
+}
+
 /// Runs a keeper whose listening socket is *listener*, until it holds nothing and nobody is connected.
 ///
 /// # Errors
 /// When the listener is not one. What a connection does wrong ends that connection.
-pub fn keep(listener: &OwnedFd) -> io::Result<()> {
+fn keep(listener: &OwnedFd) -> io::Result<()> {
     // Already so where the caller has arranged it.
     let _ = rustix::process::setsid();
     let _ = std::env::set_current_dir("/");
@@ -106,9 +118,17 @@ pub fn keep(listener: &OwnedFd) -> io::Result<()> {
         if began && kept.is_none() && connections.is_empty() {
             return Ok(());
         }
-        let (ready, fresh) = wait(listener, &connections, began)?;
+        let limit = match (began, connections.is_empty()) {
+            (false, _) => Some(FIRST_CONNECTION),
+            (true, true) => Some(LOOK),
+            (true, false) => None,
+        };
+        let (ready, fresh) = wait(listener, &connections, limit)?;
         if !began && !fresh {
             return Ok(()); // the daemon that started us is gone
+        }
+        if connections.is_empty() && kept.as_ref().is_some_and(has_ended) {
+            kept = None; // unmounted, with nobody there to tell us
         }
         // From the last one, so that removing one does not move those still to be looked at.
         for place in ready.into_iter().rev() {
@@ -126,15 +146,20 @@ pub fn keep(listener: &OwnedFd) -> io::Result<()> {
     }
 }
 
+/// Whether what is held leads nowhere any more. It is not waited for: the kernel wakes whoever waits at a FUSE
+/// connection for each request.
+fn has_ended(kept: &Kept) -> bool {
+    let mut fds: Vec<PollFd<'_>> = kept.descriptors.iter().map(|fd| PollFd::new(fd, PollFlags::empty())).collect();
+    let now = Timespec { tv_sec: 0, tv_nsec: 0 };
+    poll(&mut fds, Some(&now)).is_ok() && fds.iter().all(|fd| fd.revents().contains(PollFlags::ERR))
+}
+
 /// Waits for something to do: connections with something to read, and whether there is a new one.
-fn wait(listener: &OwnedFd, connections: &[OwnedFd], began: bool) -> io::Result<(Vec<usize>, bool)> {
+fn wait(listener: &OwnedFd, connections: &[OwnedFd], limit: Option<Duration>) -> io::Result<(Vec<usize>, bool)> {
     let mut fds: Vec<PollFd<'_>> =
         connections.iter().chain([listener]).map(|fd| PollFd::new(fd, PollFlags::IN)).collect();
-    let limit = Timespec { tv_sec: i64::try_from(FIRST_CONNECTION.as_secs()).unwrap_or(30), tv_nsec: 0 };
-    match poll(&mut fds, (!began).then_some(&limit)) {
-        Err(Errno::INTR) if began => return Ok((Vec::new(), false)),
-        other => other?,
-    };
+    let limit = limit.map(|limit| Timespec { tv_sec: i64::try_from(limit.as_secs()).unwrap_or(1), tv_nsec: 0 });
+    rustix::io::retry_on_intr(|| poll(&mut fds, limit.as_ref()))?;
     let fresh = !fds[connections.len()].revents().is_empty();
     let ready = (0..connections.len()).filter(|place| !fds[*place].revents().is_empty()).collect();
     Ok((ready, fresh))
@@ -163,7 +188,7 @@ pub struct Keeper {
     child: Mutex<Option<Child>>,
 }
 
-/// How to start a keeper: a program, and what makes it call [`keep`] with its standard input.
+/// How to start a keeper: a program, and what makes it call [`main`].
 #[derive(Clone, Debug)]
 pub struct Program {
     pub path: PathBuf,

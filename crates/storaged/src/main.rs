@@ -3,7 +3,6 @@
 //! standard output once it can be asked. `storaged keep`: see [`storaged::keeper`].
 
 use std::io::Write;
-use std::os::fd::AsFd;
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::{Arc, mpsc};
@@ -35,7 +34,7 @@ fn main() -> ExitCode {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     let words: Vec<&str> = arguments.iter().map(String::as_str).collect();
     let result = match words.split_first() {
-        Some((&"keep", [])) => keep(),
+        Some((&"keep", [])) => keeper::main().during("the keeper"),
         Some((&"serve", rest)) => match parse(rest) {
             Some(arguments) => serve(&arguments),
             None => return usage(),
@@ -79,11 +78,6 @@ fn parse(words: &[&str]) -> Option<Arguments> {
     let mount = mount.unwrap_or_else(|| root.join("mount"));
     let keeper = keeper.unwrap_or_else(|| root.join("keeper.sock"));
     Some(Arguments { root, socket: socket?, mount, keeper, freeze_limit_bytes })
-}
-
-fn keep() -> Result<()> {
-    let listener = std::io::stdin().as_fd().try_clone_to_owned().during("no socket to keep")?;
-    keeper::keep(&listener).during("the keeper")
 }
 
 fn serve(arguments: &Arguments) -> Result<()> {

@@ -225,6 +225,22 @@ fn a_keeper_that_holds_nothing_ends_with_its_last_connection() {
 }
 
 #[test]
+fn a_keeper_of_a_connection_that_was_ended_behind_its_back_ends() {
+    if lacking(&["root", "fuse"]) {
+        return;
+    }
+    let place = Place::new();
+    let daemon = Daemon::start(&place, &[]);
+    daemon.kill();
+
+    rustix::mount::unmount(place.mount(), rustix::mount::UnmountFlags::DETACH).expect("unmounted");
+
+    while Keeper::connect(&place.keeper()).expect("an answer").is_some() {
+        std::thread::sleep(std::time::Duration::from_millis(100));
+    }
+}
+
+#[test]
 fn what_a_keeper_is_given_outlives_the_giver() {
     let place = Place::new();
     let path = place.file("kept", 100);

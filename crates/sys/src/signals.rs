@@ -28,6 +28,16 @@ pub fn heed_all() {
     }
 }
 
+/// Holds back no signal, whatever the process that started this one did. For the calling thread.
+pub fn unblock_all() {
+    let mut none = std::mem::MaybeUninit::<libc::sigset_t>::uninit();
+    // SAFETY: sigemptyset initialises the set, which is only read after that.
+    unsafe {
+        libc::sigemptyset(none.as_mut_ptr());
+        libc::sigprocmask(libc::SIG_SETMASK, none.as_ptr(), std::ptr::null_mut());
+    }
+}
+
 /// A set of signals that are held back until they are waited for.
 pub struct Blocked(libc::sigset_t);
 

@@ -217,7 +217,7 @@ impl Front {
         finished
     }
 
-    /// Ends the file system. Nothing may be attached any more.
+    /// Ends the file system, and the keeper with it.
     ///
     /// # Errors
     /// `conflict` while something has a file of it open; it is served as before.

@@ -95,7 +95,7 @@ pub fn pattern(size: usize) -> Vec<u8> {
     (0..size).map(|place| (place / 4096 * 31 + place % 251).to_le_bytes()[0]).collect()
 }
 
-/// The example that serves plain files; cargo builds it before it runs tests.
+/// The example that serves plain files. Cargo builds it for `cargo test`, and not for `cargo test --test NAME`.
 pub fn program() -> PathBuf {
     let own = std::env::current_exe().expect("a path");
     let path = own.ancestors().nth(2).expect("target/debug").join("examples/fuse_plain");
