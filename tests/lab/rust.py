@@ -18,7 +18,9 @@ def build(package: str, test: str) -> Path:
     command = ["cargo", "test", "--no-run", "--locked", "--message-format=json", "--package", package, "--test", test]
     done = subprocess.run(command, cwd=REPO, stdout=subprocess.PIPE, text=True, check=True)
     messages = [json.loads(line) for line in done.stdout.splitlines()]
-    return next(Path(found) for message in messages if (found := message.get("executable")))
+    # Programs that the test starts are built, and told, with it.
+    tests = (message for message in messages if message.get("executable") and message["profile"]["test"])
+    return Path(next(tests)["executable"])
 
 
 def tests_for(reason: str, package: str, test: str) -> Sequence[str]:

@@ -106,9 +106,9 @@ def run(job: Job, folder: Path, *, show: IO[str] | None = None) -> Outcome:
 
 
 def _boot(command: list[str], said: Path, limit_s: float, show: IO[str] | None) -> None:
-    with said.open("wb") as log:
-        child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-        too_long = threading.Timer(limit_s, child.kill)
+    popen = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    too_long = threading.Timer(limit_s, popen.kill)
+    with said.open("wb") as log, popen as child:
         too_long.start()
         try:
             assert child.stdout is not None
@@ -122,7 +122,6 @@ def _boot(command: list[str], said: Path, limit_s: float, show: IO[str] | None) 
         finally:
             too_long.cancel()
             child.kill()
-            child.wait()
     if child.returncode != 0:
         raise LabError(f"the lab did not end within {limit_s:.0f} s, or QEMU failed; {said} ends with\n{_tail(said)}")
 
