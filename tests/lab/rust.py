@@ -13,14 +13,13 @@ _FAILURE = re.compile(
 )
 
 
-def build(package: str, test: str) -> Path:
-    """Build a test program, statically linked. Blocks."""
-    command = ["cargo", "test", "--no-run", "--locked", "--message-format=json", "--package", package, "--test", test]
+def build(package: str, *tests: str) -> Mapping[str, Path]:
+    """Build test programs, and the programs that they start, statically linked; all by name. Blocks."""
+    chosen = [word for test in tests for word in ("--test", test)]
+    command = ["cargo", "test", "--no-run", "--locked", "--message-format=json", "--package", package, *chosen]
     done = subprocess.run(command, cwd=REPO, stdout=subprocess.PIPE, text=True, check=True)
-    messages = [json.loads(line) for line in done.stdout.splitlines()]
-    # Programs that the test starts are built, and told, with it.
-    tests = (message for message in messages if message.get("executable") and message["profile"]["test"])
-    return Path(next(tests)["executable"])
+    messages = (json.loads(line) for line in done.stdout.splitlines())
+    return {message["target"]["name"]: Path(message["executable"]) for message in messages if message.get("executable")}
 
 
 def tests_for(reason: str, package: str, test: str) -> Sequence[str]:

@@ -1,5 +1,5 @@
-//! `storaged serve --root DIR --socket PATH [--mount DIR] [--keeper PATH] [--freeze-limit-mib N]`:
-//! the daemon, which says `serving` on its
+//! `storaged serve --root DIR --socket PATH [--mount DIR] [--keeper PATH] [--freeze-limit-mib N]
+//! [--disks fuse|ublk|probe]`: the daemon, which says `serving` on its
 //! standard output once it can be asked. `storaged keep`: see [`storaged::keeper`].
 
 use std::io::Write;
@@ -13,9 +13,9 @@ use storaged::directory::Directory;
 use storaged::error::{Code, Context, Error, Result};
 use storaged::fuse::{Front, Options};
 use storaged::node::{Node, Service};
-use storaged::{keeper, server};
+use storaged::{keeper, server, ublk};
 
-const USAGE: &str = "usage: storaged serve --root DIR --socket PATH [--mount DIR] [--keeper PATH] [--freeze-limit-mib N]\n       storaged keep";
+const USAGE: &str = "usage: storaged serve --root DIR --socket PATH [--mount DIR] [--keeper PATH] [--freeze-limit-mib N] [--disks fuse|ublk|probe]\n       storaged keep";
 /// How long requests in progress may take at the end. The next daemon does again what was not done.
 const STOP_LIMIT: Duration = Duration::from_secs(30);
 const MIB: u64 = 1 << 20;
@@ -28,6 +28,16 @@ struct Arguments {
     mount: PathBuf,
     keeper: PathBuf,
     freeze_limit_bytes: u64,
+    disks: Disks,
+}
+
+/// How guests see their disks.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Disks {
+    Fuse,
+    Ublk,
+    /// As block devices where this kernel can, else as files.
+    Probe,
 }
 
 fn main() -> ExitCode {
@@ -59,6 +69,7 @@ fn usage() -> ExitCode {
 fn parse(words: &[&str]) -> Option<Arguments> {
     let (mut root, mut socket, mut mount, mut keeper) = (None, None, None, None);
     let mut freeze_limit_bytes = u64::MAX;
+    let mut disks = Disks::Fuse;
     for pair in words.chunks(2) {
         let [name, value] = pair else { return None };
         let place = match *name {
@@ -70,6 +81,15 @@ fn parse(words: &[&str]) -> Option<Arguments> {
                 freeze_limit_bytes = value.parse::<u64>().ok()?.checked_mul(MIB)?;
                 continue;
             }
+            "--disks" => {
+                disks = match *value {
+                    "fuse" => Disks::Fuse,
+                    "ublk" => Disks::Ublk,
+                    "probe" => Disks::Probe,
+                    _ => return None,
+                };
+                continue;
+            }
             _ => return None,
         };
         *place = Some(PathBuf::from(value));
@@ -77,7 +97,7 @@ fn parse(words: &[&str]) -> Option<Arguments> {
     let root: PathBuf = root?;
     let mount = mount.unwrap_or_else(|| root.join("mount"));
     let keeper = keeper.unwrap_or_else(|| root.join("keeper.sock"));
-    Some(Arguments { root, socket: socket?, mount, keeper, freeze_limit_bytes })
+    Some(Arguments { root, socket: socket?, mount, keeper, freeze_limit_bytes, disks })
 }
 
 fn serve(arguments: &Arguments) -> Result<()> {
@@ -90,6 +110,7 @@ fn serve(arguments: &Arguments) -> Result<()> {
     let options = Options::new(arguments.mount.clone(), arguments.keeper.clone());
     let (front, start) = Front::start(&options, Arc::clone(&node) as Arc<dyn Directory>)?;
     node.show_through(front);
+    show_disks(&node, arguments)?;
     let service = Arc::new(Service::new(Arc::clone(&node)).mounted(start));
     let (ended, ending) = mpsc::channel();
     let listener = server::listen(&arguments.socket)?;
@@ -114,6 +135,32 @@ fn serve(arguments: &Arguments) -> Result<()> {
             eprintln!("storaged: some requests are left to the next daemon");
         }
     }
+    if let Some(blocks) = node.blocks()
+        && !blocks.stop(STOP_LIMIT)
+    {
+        eprintln!("storaged: some requests of block devices are left to the next daemon");
+    }
     node.flush_all();
     Ok(())
+}
+
+fn show_disks(node: &Arc<Node>, arguments: &Arguments) -> Result<()> {
+    let tag = arguments.root.join("ublk");
+    if arguments.disks == Disks::Fuse && !tag.exists() {
+        return Ok(());
+    }
+    match ublk::Front::start(&ublk::Options::new(tag), Arc::clone(node) as Arc<dyn Directory>) {
+        // What an earlier daemon showed as block devices stays so until nobody uses any of them.
+        Ok((_, start)) if arguments.disks == Disks::Fuse && start.taken_over.is_empty() => Ok(()),
+        Ok((blocks, start)) => {
+            eprintln!("storaged: disks are block devices, {start:?}");
+            node.show_disks_through(blocks);
+            Ok(())
+        }
+        Err(error) if error.code == Code::Unsupported && arguments.disks != Disks::Ublk => {
+            eprintln!("storaged: disks are files: {error}");
+            Ok(())
+        }
+        Err(error) => Err(error),
+    }
 }

@@ -7,6 +7,7 @@ mod capturing;
 mod freezing;
 mod operations;
 mod service;
+mod showing;
 #[cfg(test)]
 mod tests;
 
@@ -29,6 +30,7 @@ use crate::names::{Id, LayerName, Owner};
 use crate::protocol::Stack;
 use crate::root::Root;
 use crate::stack::Stacks;
+use crate::ublk;
 use crate::upper;
 
 pub use self::service::{Service, Session};
@@ -45,6 +47,8 @@ pub struct Node {
     front: OnceLock<Front>,
     /// How much memory a frozen child may come to need, in bytes, even if the host has more.
     freeze_limit_bytes: u64,
+    /// What shows disks, if they are block devices.
+    blocks: OnceLock<ublk::Front>,
 }
 
 #[derive(Default)]
@@ -92,6 +96,7 @@ impl Node {
             stacks: Keyed::default(),
             front: OnceLock::new(),
             freeze_limit_bytes: u64::MAX,
+            blocks: OnceLock::new(),
         })
     }
 

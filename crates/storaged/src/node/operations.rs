@@ -38,17 +38,22 @@ impl Node {
         let disk = Arc::new(Disk::create(&self.parts, owner.clone(), stack)?);
         let mut images = self.images_mut();
         images.devices.insert(disk.device(), Image::Disk(Arc::clone(&disk)));
-        images.disks.insert(owner.clone(), disk);
+        images.disks.insert(owner.clone(), Arc::clone(&disk));
         drop(images);
-        Ok(self.path(Kind::Disk, owner.as_str()))
+        self.show_disk(&disk).inspect_err(|_| {
+            if let Err(error) = self.forget_disk(owner, &disk) {
+                eprintln!("storaged: the disk of {owner} is left over: {error}");
+            }
+        })
     }
 
     /// # Errors
     /// `not_found` if *owner* has none, `corrupt` if it cannot be used any more.
     pub fn open_disk(&self, owner: &Owner) -> Result<PathBuf> {
         let _turn = self.owners.lock(owner);
-        self.disk(owner)?.open()?;
-        Ok(self.path(Kind::Disk, owner.as_str()))
+        let disk = self.disk(owner)?;
+        disk.open()?;
+        self.show_disk(&disk)
     }
 
     /// # Errors
@@ -56,11 +61,10 @@ impl Node {
     pub fn resize_disk(&self, owner: &Owner, size_bytes: u64) -> Result<PathBuf> {
         let _turn = self.owners.lock(owner);
         let disk = self.disk(owner)?;
+        self.may_grow(&disk)?;
         disk.resize(size_bytes)?;
-        if let Some(front) = self.front() {
-            front.resized(disk.device());
-        }
-        Ok(self.path(Kind::Disk, owner.as_str()))
+        self.has_grown(&disk)?;
+        self.show_disk(&disk)
     }
 
     /// # Errors
@@ -139,6 +143,7 @@ impl Node {
             self.detach_memory(owner, &memory)?;
         }
         if let Some(disk) = disk {
+            self.hide_disk(&disk)?;
             disk.close();
         }
         Ok(())
@@ -196,18 +201,23 @@ impl Node {
         let disk = self.images().disks.get(owner).cloned();
         let damaged = self.images().damaged.contains(owner);
         if let Some(disk) = disk {
-            disk.remove()?;
-            let mut images = self.images_mut();
-            images.disks.remove(owner);
-            images.devices.remove(&disk.device());
-            drop(images);
-            self.hide(Kind::Disk, owner.as_str(), disk.device());
+            self.forget_disk(owner, &disk)?;
         } else if damaged {
             record::remove(&self.parts.root, &Key::Disk(owner.clone()))?;
             let mut images = self.images_mut();
             images.damaged.remove(owner);
             self.parts.library.hold_everything(!images.damaged.is_empty());
         }
+        Ok(())
+    }
+
+    fn forget_disk(&self, owner: &Owner, disk: &Disk) -> Result<()> {
+        disk.remove()?;
+        let mut images = self.images_mut();
+        images.disks.remove(owner);
+        images.devices.remove(&disk.device());
+        drop(images);
+        self.hide(Kind::Disk, owner.as_str(), disk.device());
         Ok(())
     }
 

@@ -207,6 +207,7 @@ impl Service {
             "running": work.running,
             "calls": calls,
             "fuse": self.node.front().map(crate::fuse::Front::statistics),
+            "ublk": self.node.blocks().map(crate::ublk::Front::statistics),
         })
     }
 
@@ -217,7 +218,7 @@ impl Service {
             "protocol": crate::protocol::VERSION,
             "version": env!("CARGO_PKG_VERSION"),
             "pid": std::process::id(),
-            "front_ends": front.map(|_| "fuse").into_iter().collect::<Vec<_>>(),
+            "front_ends": front.map(|_| "fuse").into_iter().chain(self.node.blocks().map(|_| "ublk")).collect::<Vec<_>>(),
             "mount": front.map(crate::fuse::Front::mount_point),
             "mounted": self.mounted,
         })

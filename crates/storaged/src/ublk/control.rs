@@ -86,11 +86,16 @@ impl Control {
         Ok(abi::size_of_parameters(&bytes))
     }
 
-    pub(super) fn resize(&self, number: u32, size_bytes: u64) -> Result<()> {
-        if !self.features.can_resize() {
-            let message = "this kernel cannot change the size of a ublk device that is in use (Linux 6.16 can)";
-            return Err(Error::new(Code::Unsupported, message));
+    pub(super) fn may_resize(&self) -> Result<()> {
+        if self.features.can_resize() {
+            return Ok(());
         }
+        let message = "this kernel cannot change the size of a ublk device that is in use (Linux 6.16 can)";
+        Err(Error::new(Code::Unsupported, message))
+    }
+
+    pub(super) fn resize(&self, number: u32, size_bytes: u64) -> Result<()> {
+        self.may_resize()?;
         let sectors = size_bytes / abi::SECTOR_BYTES;
         self.call(command::UPDATE_SIZE, number, sectors, &mut []).during("ublk: new size of a device").map(drop)
     }

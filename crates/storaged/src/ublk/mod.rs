@@ -150,18 +150,24 @@ impl Front {
         }
     }
 
-    /// Lets whoever has the device open see its new size.
+    /// Whether the device may change its size as things are.
     ///
     /// # Errors
-    /// `unsupported` where the kernel cannot (before Linux 6.16): the device has to be attached anew. `not_found`
-    /// when it is not attached.
+    /// `unsupported` when it is attached and the kernel cannot (before Linux 6.16): it has to be detached first.
+    pub fn may_resize(&self, id: DeviceId) -> Result<()> {
+        self.inner.slots.number(id).map_or(Ok(()), |_| self.inner.control.may_resize())
+    }
+
+    /// Lets whoever has the device open see its new size. Nothing is done for one that is not attached.
+    ///
+    /// # Errors
+    /// As [`Front::may_resize`].
     pub fn resized(&self, id: DeviceId) -> Result<()> {
         let device = self.inner.common.directory.device(id);
-        let number = self.inner.slots.number(id);
-        let (Some(device), Some(number)) = (device, number) else {
-            return Err(Error::new(Code::NotFound, "there is no such device"));
-        };
-        self.inner.control.resize(number, device.size_bytes())
+        match (device, self.inner.slots.number(id)) {
+            (Some(device), Some(number)) => self.inner.control.resize(number, device.size_bytes()),
+            _ => Ok(()),
+        }
     }
 
     pub fn statistics(&self) -> Statistics {
