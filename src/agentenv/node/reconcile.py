@@ -22,7 +22,7 @@ from agentenv.model.sandbox import Sandbox
 from agentenv.network.contract import Slot
 from agentenv.node.destroy import delete
 from agentenv.node.host import Host, Live
-from agentenv.node.launch import answering, serve
+from agentenv.node.launch import initialise, serve
 from agentenv.node.put_back import put_back
 from agentenv.node.quarantine import spared
 from agentenv.node.retire import retire
@@ -151,7 +151,7 @@ async def _finish_resume(host: Host, sandbox: Sandbox, done: Repaired, unserved:
             await live.instance.resume()
             # The secret of its own capture, and after the init of a resume alike.
             secret = host.credentials.control_secret(sandbox.id)
-            await answering(host, sandbox, live.instance, live.agent, secret=secret)
+            await initialise(host, sandbox, live, secret=secret)
             ends_at = sandbox.ends_at or host.clock.now() + timedelta(seconds=host.settings.auto_resume_timeout_s)
             await host.registry.apply(sandbox.id, Event.DONE, capture=None, ends_at=ends_at)
         except Exception as error:  # noqa: BLE001 - whatever it was, the capture is as good as before

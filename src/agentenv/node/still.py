@@ -35,16 +35,20 @@ def live_of(host: Host, sandbox_id: SandboxId) -> Live:
 
 
 @asynccontextmanager
-async def captured(host: Host, sandbox: Sandbox, live: Live, *, verb: str) -> AsyncIterator[Capture]:
+async def captured(
+    host: Host, sandbox: Sandbox, live: Live, *, verb: str, freeze_timeout_s: float | None = None
+) -> AsyncIterator[Capture]:
     """The guest stands still inside, and all that it was is written down; its parts are pinned.
 
     The caller decides what follows: end the VM, or `go_on`. The disk so far is part of the
     capture; the sandbox goes on above it, if it does. `GuestUnresponsive` if the guest
-    does not stand still, `VmEnded` as soon as its VM has ended.
+    does not stand still within *freeze_timeout_s* (by default the node's), `VmEnded` as soon
+    as its VM has ended.
     """
     parts = _Parts()
     try:
-        work = _write_down(host, sandbox, live, parts, verb=verb)
+        freeze_timeout_s = freeze_timeout_s or host.settings.freeze_timeout_s
+        work = _write_down(host, sandbox, live, parts, verb=verb, freeze_timeout_s=freeze_timeout_s)
         yield await while_alive(live.instance, f"write down {sandbox.id}", work, doing=verb)
     finally:
         host.storage.unpin(parts.layers, parts.blobs)
@@ -58,9 +62,11 @@ class _Parts:
     blobs: list[BlobId] = field(default_factory=list)
 
 
-async def _write_down(host: Host, sandbox: Sandbox, live: Live, parts: _Parts, *, verb: str) -> Capture:
+async def _write_down(
+    host: Host, sandbox: Sandbox, live: Live, parts: _Parts, *, verb: str, freeze_timeout_s: float
+) -> Capture:
     with host.timings.stage(verb, "freeze"), _as_told():
-        await live.agent.freeze(timeout_s=host.settings.freeze_timeout_s)
+        await live.agent.freeze(timeout_s=freeze_timeout_s)
     with host.timings.stage(verb, "stop"), _as_told():
         await live.instance.pause()
     await failpoint(f"{verb}.stopped")

@@ -17,22 +17,21 @@ from typing import Final, Protocol
 
 from agentenv.aio.failpoints import failpoint
 from agentenv.guest.contract import Agent
-from agentenv.model.errors import DeadlineExceeded, Invalid, Unavailable
+from agentenv.model.errors import DeadlineExceeded, Invalid
 from agentenv.model.ids import new_sandbox_id, new_snapshot_id, parse_name
 from agentenv.model.lifecycle import State
 from agentenv.model.limits import DISK_MIB, MEMORY_MIB, VCPU_COUNT
 from agentenv.model.machine import INIT_PATH
 from agentenv.model.sandbox import Sandbox
 from agentenv.model.snapshot import Capture, Snapshot, Source, Stack
+from agentenv.node.alive import GuestUnresponsive, VmEnded
 from agentenv.node.create import admit
 from agentenv.node.destroy import abandon
 from agentenv.node.host import Host, Live
-from agentenv.node.launch import answering, launched
-from agentenv.node.retire import remove_run_dir
-from agentenv.node.undo import undone_on_failure
+from agentenv.node.launch import Boot, Origin, answering
+from agentenv.node.still import captured
 from agentenv.templates.contract import BuildEvent, BuildSpec, Progress
 from agentenv.templates.rootfs import build_ext4
-from agentenv.vmm.contract import Instance
 
 ENVD_VERSION: Final = "0.6.4"  # the surface of E2B's daemon that ours speaks
 COMMAND_TIMEOUT_S: Final = 120.0
@@ -74,7 +73,7 @@ async def build(host: Host, spec: BuildSpec, archive: Path, progress: Progress) 
                 default_user=spec.default_user,
                 default_workdir=spec.default_workdir,
             )
-            await _boot_test(host, spec, snapshot, say)
+            await _boot_test(host, spec, capture, say)
             await host.catalogue.add(snapshot)
     finally:
         host.collector.nudge()  # of the template that had the name, or of a build that failed
@@ -109,61 +108,38 @@ async def _disk(host: Host, spec: BuildSpec, archive: Path, work: Path, taken: A
 async def _first_boot(host: Host, spec: BuildSpec, disk: Stack, taken: AsyncExitStack, say: Say) -> Capture:
     sandbox = _stand_in(host, spec)
     say("boot", "booting for the first time")
-    async with _booted(host, sandbox, disk, spec.init) as (instance, agent):
+    async with AsyncExitStack() as running:
+        try:
+            live = await running.enter_async_context(_unseen(host, sandbox, disk, Boot(spec.init), verb="first_boot"))
+        except (GuestUnresponsive, VmEnded) as error:
+            raise Invalid(
+                f"the guest did not come up: {error}", hint="is this a root filesystem that Linux can run?"
+            ) from error
         say("boot", "the guest agent answers")
-        await _warm_up(agent, host, sandbox)
-        await agent.freeze(timeout_s=COMMAND_TIMEOUT_S)
-        await instance.pause()
+        await _warm_up(live.agent, host, sandbox)
         say("capture", "writing down memory and disk")
-        state = host.run_dir(sandbox) / "device.state"
-        await instance.save_device_state(state)
-        blob = await host.storage.put_blob(state)
-        taken.callback(host.storage.unpin, (), (blob,))
-        memory = await host.storage.capture_memory(sandbox.id, instance.process.pid)
-        taken.callback(host.storage.unpin, memory.layers, ())
-        sealed = await host.storage.seal_disk(sandbox.id, instance.switch_disk)
-        taken.callback(host.storage.unpin, sealed.layers, ())
-    flat = await host.storage.flatten_memory(memory)
+        capture = await running.enter_async_context(
+            captured(host, sandbox, live, verb="first_boot", freeze_timeout_s=COMMAND_TIMEOUT_S)
+        )
+        taken.enter_context(host.catalogue.pinned(capture))
+    flat = await host.storage.flatten_memory(capture.memory)
     taken.callback(host.storage.unpin, flat.layers, ())
-    return Capture(blob, flat, sealed, control_of=sandbox.id, fingerprint=host.fingerprint)
+    return replace(capture, memory=flat)
 
 
 @asynccontextmanager
-async def _booted(host: Host, sandbox: Sandbox, disk: Stack, init: str | None) -> AsyncIterator[tuple[Instance, Agent]]:
-    """A fresh VM of *sandbox* whose agent has its identity; gone when the context is left.
+async def _unseen(host: Host, sandbox: Sandbox, disk: Stack, origin: Origin, *, verb: str) -> AsyncIterator[Live]:
+    """A VM of *sandbox* that answers; gone when the context is left.
 
-    Only here is *init* told to a kernel: a restored one keeps the command line that it was booted with.
-
-    It never gets beyond "creating", as in the boot test: no client sees it, and no crash keeps it.
+    It never gets beyond "creating": no client sees it, and no crash keeps it.
     """
     host.registry.reserve(sandbox)
-    async with undone_on_failure(f"first boot of {sandbox.id}") as taken:
-        taken.push_async_callback(abandon, host, sandbox)
-        slot = await host.slots.acquire(sandbox.id, sandbox.egress)
-        taken.push_async_callback(host.slots.release, slot)
-        target = await host.storage.create_disk(sandbox.id, disk)
-        memory = await host.storage.attach_memory(sandbox.id, Stack((), sandbox.machine.memory_bytes))
-        plan = replace(host.plan(sandbox, slot, memory, target), init=init)
-        taken.push_async_callback(remove_run_dir, plan.run_dir)
-        instance = await host.vmm.boot(plan)
-        taken.pop_all()  # a slot is not given back before its VMM is gone
-        agent = host.agents.agent(slot.address, secret=host.credentials.control_secret(sandbox.id))
-        host.held[sandbox.id] = Live(instance, agent, slot)
-        taken.push_async_callback(abandon, host, sandbox)
-        await _answering(host, sandbox, instance, agent)
-        yield instance, agent
-    await abandon(host, sandbox)
-
-
-async def _answering(host: Host, sandbox: Sandbox, instance: Instance, agent: Agent) -> None:
-    """Return when the agent answers; a guest that dies on the way is an error at once, with its last words."""
-
     try:
-        await answering(host, sandbox, instance, agent, secret=None)
-    except Unavailable as error:
-        raise Invalid(
-            f"the guest did not come up: {error}", hint="is this a root filesystem that Linux can run?"
-        ) from error
+        await host.storage.create_disk(sandbox.id, disk)
+        async with answering(host, sandbox, origin, verb=verb) as (live, _):
+            yield live
+    finally:
+        await abandon(host, sandbox)
 
 
 async def _warm_up(agent: Agent, host: Host, sandbox: Sandbox) -> None:
@@ -172,26 +148,19 @@ async def _warm_up(agent: Agent, host: Host, sandbox: Sandbox) -> None:
         await _run_shell(agent, "/bin/bash", host.credentials.envd_token(sandbox.id))
 
 
-async def _boot_test(host: Host, spec: BuildSpec, snapshot: Snapshot, say: Say) -> None:
+async def _boot_test(host: Host, spec: BuildSpec, capture: Capture, say: Say) -> None:
+    """Start a sandbox as one will be, and run a shell in it."""
     say("test", "starting a sandbox from it")
-    candidate = _stand_in(host, spec)
-    await host.operations.run(candidate.id, "boot test", lambda: _try_out(host, candidate, snapshot.capture))
-
-
-async def _try_out(host: Host, candidate: Sandbox, capture: Capture) -> None:
-    """Start *candidate* and run a shell in it."""
     assert capture.disk is not None
-    with host.catalogue.pinned(capture):
-        host.registry.reserve(candidate)
-        try:
-            async with asyncio.timeout(host.settings.operation_timeout_s + COMMAND_TIMEOUT_S):
-                await host.storage.create_disk(candidate.id, capture.disk)
-                async with launched(host, candidate, capture, verb="boot_test") as live:
-                    await _run_shell(live.agent, "/bin/sh", host.credentials.envd_token(candidate.id))
-        except TimeoutError as error:
-            raise DeadlineExceeded("a sandbox of the new template did not start in time") from error
-        finally:
-            await abandon(host, candidate)
+    candidate = _stand_in(host, spec)
+    try:
+        async with (
+            asyncio.timeout(host.settings.operation_timeout_s + COMMAND_TIMEOUT_S),
+            _unseen(host, candidate, capture.disk, capture, verb="boot_test") as live,
+        ):
+            await _run_shell(live.agent, "/bin/sh", host.credentials.envd_token(candidate.id))
+    except TimeoutError as error:
+        raise DeadlineExceeded("a sandbox of the new template did not start in time") from error
 
 
 async def _run_shell(agent: Agent, shell: str, token: str) -> None:
@@ -221,4 +190,5 @@ def _stand_in(host: Host, spec: BuildSpec) -> Sandbox:
         env=spec.env,
         default_user=spec.default_user,
         default_workdir=spec.default_workdir,
+        fingerprint=host.fingerprint,
     )

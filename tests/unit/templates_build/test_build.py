@@ -36,10 +36,13 @@ STEPS: Final = (
     "storage.usage",
     "storage.import_disk",
     # the first boot
-    "slots.acquire",
     "storage.create_disk",
+    "slots.acquire",
+    "storage.detach",
     "storage.attach_memory",
+    "storage.open_disk",
     "vmm.boot",
+    "store.insert_sandbox",
     "guest.init",
     "guest.run",
     "guest.run",
@@ -55,6 +58,7 @@ STEPS: Final = (
     "slots.release",
     "storage.detach",
     "storage.remove",
+    "store.delete_sandbox",
     "storage.flatten_memory",
     # the boot test
     "storage.create_disk",
@@ -304,6 +308,23 @@ async def test_a_build_that_waits_for_its_turn_can_be_called_off(fake: FakeHost,
     await make(fake, archive, replace(SPEC, name="other"), builder=builder)
 
 
+@pytest.mark.parametrize("start", ["vmm.boot", "vmm.restore"])
+async def test_nothing_is_left_of_a_build_once_it_has_been_called_off(
+    fake: FakeHost, archive: Path, start: str
+) -> None:
+    builder = TemplateBuilder(fake.host, LIMITS)
+    with fake.taps.recorded():
+        held = fake.taps.trip(STEPS.index("guest.run", STEPS.index(start)), Trip())
+        building = asyncio.create_task(make(fake, archive, builder=builder))
+        await held.reached.wait()
+        await builder.cancel("mine")
+
+        assert list(fake.world.hypervisor.alive) == []
+        assert fake.host.registry.all() == []
+    with pytest.raises(Conflict, match="called off"):
+        await building
+
+
 @each_step
 @pytest.mark.parametrize("error", [Unavailable("tripped"), NoSpace("tripped"), Invalid("tripped")])
 async def test_a_step_that_fails_leaves_nothing_but_the_old_template(
@@ -317,7 +338,7 @@ async def test_a_step_that_fails_leaves_nothing_but_the_old_template(
         except AgentEnvError:
             raised = True
 
-    ended = STEPS[number] in ENDS and number != STEPS.index("storage.attach_memory", 20) - 1
+    ended = STEPS[number] in ENDS and STEPS[number + 1] != "storage.attach_memory"
     optional = STEPS[number] == "guest.run" and isinstance(error, Invalid)  # the image has no such program
     assert raised == (not ended and not optional)
     if raised:
