@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import registry as prometheus
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
 
 from agentenv.node.contract import Node, NodeInfo
 
@@ -46,7 +46,7 @@ class ApiMetrics:
             "Creates answered with the outcome of an earlier one that had the same Idempotency-Key.",
             registry=self.registry,
         )
-        self.registry.register(_NodeCollector(node))
+        self.registry.register(_NodeFigures(node))
 
     def ended(self, *, method: str, route: str, status: str, seconds: float) -> None:
         known = method if method in _METHODS else "OTHER"
@@ -58,7 +58,7 @@ class ApiMetrics:
         return generate_latest(self.registry)
 
 
-class _NodeCollector(Collector):
+class _NodeFigures(prometheus.Collector):
     """Reads the node once per scrape."""
 
     def __init__(self, node: Node) -> None:

@@ -2,8 +2,8 @@
 
 from collections.abc import Callable, Iterator, Mapping
 
+from prometheus_client import registry as prometheus
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
 
 from agentenv.aio.operations import OperationStatistics
 from agentenv.model.errors import Unavailable
@@ -12,7 +12,7 @@ from agentenv.node.spares import SpareStatistics
 from agentenv.state.connection import ConnectionStatistics
 
 
-class NodeStatistics(Collector):
+class NodeStatistics(prometheus.Collector):
     """Shows the statistics of the network, the operations, the store and the spare VMMs; register it once.
 
     A part that is not started or closed already is left out, and the others are shown.

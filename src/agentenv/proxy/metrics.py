@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from typing import Final
 
 from prometheus_client import CollectorRegistry, Histogram
+from prometheus_client import registry as prometheus
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
 
 from agentenv.proxy.pool import PoolStatistics
 from agentenv.proxy.route import Via
@@ -46,7 +46,7 @@ class ProxyMetrics:
         self._registry.register(_Connections(statistics))
 
 
-class _Connections(Collector):
+class _Connections(prometheus.Collector):
     def __init__(self, statistics: Callable[[], PoolStatistics]) -> None:
         self._statistics = statistics
 

@@ -17,8 +17,8 @@ import structlog
 from agentenv.aio.tasks import Tasks
 from agentenv.model.errors import AgentEnvError, Unsupported
 from agentenv.model.ids import LayerId
-from agentenv.storage.catalogue import Catalogue, Layer
 from agentenv.storage.files import new_file, open_sealed, publish
+from agentenv.storage.inventory import Inventory, Layer
 from agentenv.storage.layout import LayerKind, Layout, layer_kind, new_layer_id
 from agentenv.storage.merge import merge
 from agentenv.storage.qcow2 import Backing
@@ -40,10 +40,10 @@ _log = structlog.get_logger(__name__)
 class Compaction:
     """The equals of one data directory's deep chains, by top layer."""
 
-    def __init__(self, layout: Layout, workers: Workers, catalogue: Catalogue) -> None:
+    def __init__(self, layout: Layout, workers: Workers, inventory: Inventory) -> None:
         self._layout = layout
         self._workers = workers
-        self._catalogue = catalogue
+        self._inventory = inventory
         self._tasks = Tasks("compaction")
         self._pending: dict[LayerId, asyncio.Task[None]] = {}
         self._equals: dict[LayerId, LayerId] = {}
@@ -65,7 +65,7 @@ class Compaction:
         worth_while = (
             top not in self._equals
             and top not in self._refused
-            and len(self._catalogue.chain(top)) > DEEP
+            and len(self._inventory.chain(top)) > DEEP
             and len(self._pending) < _MOST_PENDING
         )
         if worth_while and top not in self._pending and not self._closed:
@@ -92,7 +92,7 @@ class Compaction:
 
     def keep(self, marked: set[LayerId]) -> None:
         """Add to *marked*, layers that are kept, the equals that make them fast."""
-        marked |= self._catalogue.reach(equal for top, equal in self._equals.items() if top in marked)
+        marked |= self._inventory.reach(equal for top, equal in self._equals.items() if top in marked)
 
     def forget(self, layers: Iterable[LayerId]) -> None:
         """These layers are gone."""
@@ -119,18 +119,18 @@ class Compaction:
         if self._awaited[top]:
             return False
         try:
-            return any(top in self._catalogue.chain(other) for other in self._pending if other != top)
+            return any(top in self._inventory.chain(other) for other in self._pending if other != top)
         except AgentEnvError:
             return False
 
     async def _merge_chain(self, top: LayerId) -> None:
-        chain = self._catalogue.chain(top)
+        chain = self._inventory.chain(top)
         below, run = self._plan(chain)
-        with self._catalogue.pinned({*chain, *below, *run}):
+        with self._inventory.pinned({*chain, *below, *run}):
             merged = await self._workers.run(
                 f"merge {len(run)} disk layers",
                 lambda abort: self._merge(below, run, abort),
-                landed=self._catalogue.add,
+                landed=self._inventory.add,
             )
             # In the step in which it became known, so that no collection comes between.
             self._equals[top] = merged.id
@@ -142,7 +142,7 @@ class Compaction:
         run = chain[len(below) :]
         for depth in range(len(chain), 0, -1):
             if (equal := self._equals.get(chain[depth - 1])) is not None:
-                shallow = self._catalogue.chain(equal)
+                shallow = self._inventory.chain(equal)
                 if len(shallow) < _SHALLOW:
                     return shallow, chain[depth:]
                 return below, shallow[len(below) :] + chain[depth:]

@@ -20,10 +20,10 @@ from agentenv.model.errors import AgentEnvError, AlreadyExists, Exhausted, Inval
 from agentenv.model.ids import LayerId
 from agentenv.model.machine import BlockTarget
 from agentenv.model.snapshot import Stack
-from agentenv.storage.catalogue import Catalogue, Layer
 from agentenv.storage.compaction import HOPELESS, TOO_DEEP, Compaction
 from agentenv.storage.contract import SwitchDisk
 from agentenv.storage.files import SEALED_MODE, UPPER_MODE, new_file, remove_files, sync_directory, take
+from agentenv.storage.inventory import Inventory, Layer
 from agentenv.storage.layout import LayerKind, Layout, layer_kind, new_layer_id
 from agentenv.storage.owners import Owners
 from agentenv.storage.qcow2 import LARGEST_BYTES, SECTOR_BYTES, Backing, holds_data, rename_backing, write_empty
@@ -41,14 +41,14 @@ class Disks:
     def __init__(
         self,
         layout: Layout,
-        catalogue: Catalogue,
+        inventory: Inventory,
         owners: Owners,
         compaction: Compaction,
         workers: Workers,
         background: Workers,
     ) -> None:
         self._layout = layout
-        self._catalogue = catalogue
+        self._inventory = inventory
         self._owners = owners
         self._compaction = compaction
         self._workers = workers
@@ -61,11 +61,11 @@ class Disks:
             if record.disk is not None:
                 raise AlreadyExists(f"{owner} has a disk")
             _check_size(stack.size_bytes)
-            self._catalogue.check_stack(stack, disk=True)
+            self._inventory.check_stack(stack, disk=True)
             parent = self._compaction.best(stack.layers[-1]) if stack.layers else None
             upper = Layer(new_layer_id(LayerKind.QCOW2), stack.size_bytes, parent, sealed=False)
             new = replace(record, disk=DiskRecord(stack.size_bytes, upper.id))
-            with self._catalogue.pinned([parent] if parent else []):
+            with self._inventory.pinned([parent] if parent else []):
                 await self._workers.run(
                     f"create a disk for {owner}",
                     lambda _: self._write_upper(upper, new, over_durable=self._owners.is_durable(owner)),
@@ -81,7 +81,7 @@ class Disks:
             if self._owners.disk(owner).next is not None:
                 await self._settle(owner, None)
             upper = self._owners.disk(owner).upper
-            self._catalogue.chain(upper)  # all there and sound
+            self._inventory.chain(upper)  # all there and sound
             return self._target(upper)
 
     async def seal(self, owner: str, switch: SwitchDisk) -> Stack:
@@ -90,7 +90,7 @@ class Disks:
             if self._owners.disk(owner).next is not None:
                 await self._settle(owner, None)
             disk = self._owners.disk(owner)
-            upper = self._catalogue.layer(disk.upper)
+            upper = self._inventory.layer(disk.upper)
             await self._bound_depth(upper)
             following = Layer(new_layer_id(LayerKind.QCOW2), disk.size_bytes, upper.id, sealed=False)
             intent = replace(self._owners.find(owner), disk=replace(disk, next=following.id))
@@ -110,8 +110,8 @@ class Disks:
                     _log.warning("the disk of %s stays unsettled for now: %s", owner, error)
                 raise
             await self._finish(owner)
-            chain = self._catalogue.chain(upper.id)
-            self._catalogue.pin(chain, ())
+            chain = self._inventory.chain(upper.id)
+            self._inventory.pin(chain, ())
         self._compaction.request(upper.id)
         return Stack(chain, disk.size_bytes)
 
@@ -128,16 +128,16 @@ class Disks:
         await self._background.run(
             f"import {source.name} as a disk",
             lambda abort: self._import(source, layer, abort),
-            landed=lambda _: self._catalogue.add(layer),
+            landed=lambda _: self._inventory.add(layer),
         )
-        self._catalogue.pin([layer.id], ())
+        self._inventory.pin([layer.id], ())
         return Stack((layer.id,), size_bytes)
 
     # On the loop
 
     async def _bound_depth(self, upper: Layer) -> None:
         """Wait for a compaction that has fallen behind; `Exhausted` where there will be none."""
-        depth = len(self._catalogue.chain(upper.id))
+        depth = len(self._inventory.chain(upper.id))
         if depth <= TOO_DEEP or upper.parent is None:
             return
         await self._compaction.settle(upper.parent)
@@ -168,9 +168,9 @@ class Disks:
         disk = self._owners.disk(owner)
         assert disk.next is not None
         done = replace(self._owners.find(owner), disk=DiskRecord(disk.size_bytes, disk.next))
-        parent = self._catalogue.layer(disk.upper).parent
+        parent = self._inventory.layer(disk.upper).parent
         best = self._compaction.best(parent) if parent else None
-        with self._catalogue.pinned([best] if best else []):
+        with self._inventory.pinned([best] if best else []):
             await self._workers.run(
                 f"seal the disk of {owner}",
                 lambda _: self._seal_file(disk.upper, parent, best, done, over_durable=self._owners.is_durable(owner)),
@@ -181,16 +181,16 @@ class Disks:
         return BlockTarget(self._layout.layer(upper), "qcow2")
 
     def _note(self, record: OwnerRecord, upper: Layer) -> None:
-        self._catalogue.add(upper)
+        self._inventory.add(upper)
         self._owners.put(record)
 
     def _note_back(self, record: OwnerRecord, upper: LayerId, dropped: LayerId) -> None:
-        self._catalogue.discard(dropped)
-        self._catalogue.mark(upper, sealed=False, parent=self._catalogue.layer(upper).parent)
+        self._inventory.discard(dropped)
+        self._inventory.mark(upper, sealed=False, parent=self._inventory.layer(upper).parent)
         self._owners.put(record)
 
     def _note_sealed(self, record: OwnerRecord, sealed: LayerId, parent: LayerId | None) -> None:
-        self._catalogue.mark(sealed, sealed=True, parent=parent)
+        self._inventory.mark(sealed, sealed=True, parent=parent)
         self._owners.put(record)
 
     # In threads

@@ -18,8 +18,8 @@ from agentenv.aio.failpoints import failpoint_nowait
 from agentenv.model.errors import AlreadyExists, Bug, Invalid
 from agentenv.model.snapshot import Stack
 from agentenv.storage.capture import Image, apply_delta, capture_delta, capture_flat, fill
-from agentenv.storage.catalogue import Catalogue, Layer
 from agentenv.storage.files import copy_range, data_extents, new_file, open_sealed, publish, sync_directory, sync_file
+from agentenv.storage.inventory import Inventory, Layer
 from agentenv.storage.layout import LayerKind, Layout, new_layer_id
 from agentenv.storage.mapping import PAGE_BYTES
 from agentenv.storage.owners import Owners
@@ -36,10 +36,10 @@ class Memories:
     """The memory images of one data directory."""
 
     def __init__(
-        self, layout: Layout, catalogue: Catalogue, owners: Owners, workers: Workers, background: Workers
+        self, layout: Layout, inventory: Inventory, owners: Owners, workers: Workers, background: Workers
     ) -> None:
         self._layout = layout
-        self._catalogue = catalogue
+        self._inventory = inventory
         self._owners = owners
         self._workers = workers
         self._background = background
@@ -52,7 +52,7 @@ class Memories:
                 raise AlreadyExists(f"{owner} has memory attached")
             self._check(stack)
             new = replace(record, memory=stack)
-            with self._catalogue.pinned(stack.layers):
+            with self._inventory.pinned(stack.layers):
                 return await self._workers.run(
                     f"attach memory for {owner}",
                     lambda _: self._attach(new, stack, over_durable=self._owners.is_durable(owner)),
@@ -65,7 +65,7 @@ class Memories:
             stack = self._owners.memory(owner)
             if len(stack.layers) < 2:
                 return
-            data_bytes = self._catalogue.layer(stack.layers[-1]).data_bytes
+            data_bytes = self._inventory.layer(stack.layers[-1]).data_bytes
             shares = min(_MOST_FILL_WORKERS, os.cpu_count() or 1, 1 + data_bytes // _FILL_SHARE_BYTES)
             done = await asyncio.gather(
                 *(
@@ -90,34 +90,34 @@ class Memories:
             )
             below = stack.layers[:1]
             captured = Stack((*below, layer.id) if layer else below, stack.size_bytes)
-            self._catalogue.pin(captured.layers, ())
+            self._inventory.pin(captured.layers, ())
             return captured
 
     async def flatten(self, stack: Stack) -> Stack:
         """See `Storage.flatten_memory`."""
         self._check(stack)
         if len(stack.layers) < 2:
-            self._catalogue.pin(stack.layers, ())
+            self._inventory.pin(stack.layers, ())
             return stack
         flat = Layer(new_layer_id(LayerKind.MEMORY), stack.size_bytes)
-        with self._catalogue.pinned(stack.layers):
+        with self._inventory.pinned(stack.layers):
             await self._background.run(
                 "flatten a memory image",
                 lambda abort: self._flatten(stack, flat, abort),
-                landed=lambda _: self._catalogue.add(flat),
+                landed=lambda _: self._inventory.add(flat),
             )
-        self._catalogue.pin([flat.id], ())
+        self._inventory.pin([flat.id], ())
         return Stack((flat.id,), stack.size_bytes)
 
     def _check(self, stack: Stack) -> None:
         if not 0 < stack.size_bytes <= LARGEST_BYTES or stack.size_bytes % PAGE_BYTES:
             raise Invalid(f"a memory cannot have {stack.size_bytes} bytes", hint="use a multiple of 4096")
-        self._catalogue.check_stack(stack, disk=False)
+        self._inventory.check_stack(stack, disk=False)
 
     def _note(self, owner: str, captured: Layer | None) -> None:
         self._owners.put_durable(owner)
         if captured is not None:
-            self._catalogue.add(captured)
+            self._inventory.add(captured)
 
     # In threads
 

@@ -17,11 +17,11 @@ from agentenv.model.errors import Invalid, Unavailable
 from agentenv.model.ids import BlobId, LayerId
 from agentenv.model.machine import BlockTarget
 from agentenv.model.snapshot import Stack
-from agentenv.storage.catalogue import Catalogue, Layer, inspect_layers
 from agentenv.storage.compaction import Compaction
 from agentenv.storage.contract import Collected, SwitchDisk, Usage
 from agentenv.storage.disks import Disks
 from agentenv.storage.files import remove_files, take
+from agentenv.storage.inventory import Inventory, Layer, inspect_layers
 from agentenv.storage.layout import Layout, blob_names, new_blob_id, open_root
 from agentenv.storage.memories import Memories
 from agentenv.storage.owners import Owners
@@ -40,7 +40,7 @@ class _Open:
 
     layout: Layout
     lock: int
-    catalogue: Catalogue
+    inventory: Inventory
     owners: Owners
     compaction: Compaction
     disks: Disks
@@ -79,16 +79,16 @@ class PlainStorage:
             os.close(lock)
             await workers.close()
             raise
-        catalogue, owners, unowned = loaded
-        compaction = Compaction(layout, background, catalogue)
+        inventory, owners, unowned = loaded
+        compaction = Compaction(layout, background, inventory)
         self._opened = _Open(
             layout=layout,
             lock=lock,
-            catalogue=catalogue,
+            inventory=inventory,
             owners=owners,
             compaction=compaction,
-            disks=Disks(layout, catalogue, owners, compaction, workers, background),
-            memories=Memories(layout, catalogue, owners, workers, background),
+            disks=Disks(layout, inventory, owners, compaction, workers, background),
+            memories=Memories(layout, inventory, owners, workers, background),
             workers=workers,
             background=background,
             unowned=unowned,
@@ -172,33 +172,33 @@ class PlainStorage:
         await opened.workers.run(
             f"keep {source.name}",
             lambda abort: _put_blob(opened.layout, source, blob, abort),
-            landed=lambda _: opened.catalogue.add_blob(blob),
+            landed=lambda _: opened.inventory.add_blob(blob),
         )
-        opened.catalogue.pin((), [blob])
+        opened.inventory.pin((), [blob])
         return blob
 
     def blob_path(self, blob: BlobId) -> Path:
         """`NotFound` if there is none."""
         opened = self._open
         path = opened.layout.blob(blob)
-        opened.catalogue.require_blob(blob)
+        opened.inventory.require_blob(blob)
         return path
 
     def pin(self, layers: Collection[LayerId], blobs: Collection[BlobId]) -> None:
-        self._open.catalogue.pin(layers, blobs)
+        self._open.inventory.pin(layers, blobs)
 
     def unpin(self, layers: Collection[LayerId], blobs: Collection[BlobId]) -> None:
-        self._open.catalogue.unpin(layers, blobs)
+        self._open.inventory.unpin(layers, blobs)
 
     async def collect(self, layers: Collection[LayerId], blobs: Collection[BlobId]) -> Collected:
         opened = self._open
         doomed_layers = _unneeded_layers(opened, layers)
-        doomed_blobs = opened.catalogue.blobs() - {*blobs, *opened.catalogue.pinned_blobs}
+        doomed_blobs = opened.inventory.blobs() - {*blobs, *opened.inventory.pinned_blobs}
         # From this step on nobody can ask for them, so nobody can be using one when it goes.
         for layer in doomed_layers:
-            opened.catalogue.discard(layer.id)
+            opened.inventory.discard(layer.id)
         for blob in doomed_blobs:
-            opened.catalogue.discard_blob(blob)
+            opened.inventory.discard_blob(blob)
         opened.compaction.forget(layer.id for layer in doomed_layers)
         paths = [opened.layout.layer(layer.id) for layer in doomed_layers]
         paths += [opened.layout.blob(blob) for blob in doomed_blobs]
@@ -221,18 +221,18 @@ class PlainStorage:
 
 
 def _unneeded_layers(opened: _Open, roots: Iterable[LayerId]) -> list[Layer]:
-    catalogue = opened.catalogue
-    attached = catalogue.reach([*opened.owners.uppers(), *opened.owners.memory_layers(), *opened.unowned])
-    if faults := catalogue.faults(attached):
+    inventory = opened.inventory
+    attached = inventory.reach([*opened.owners.uppers(), *opened.owners.memory_layers(), *opened.unowned])
+    if faults := inventory.faults(attached):
         # What lies below a damaged header is unknown, and someone may still rescue it.
         _log.error("no layer is removed while %s, which an owner needs, is damaged", faults[0].id)
         return []
-    marked = attached | catalogue.reach([*roots, *catalogue.pinned_layers])
+    marked = attached | inventory.reach([*roots, *inventory.pinned_layers])
     opened.compaction.keep(marked)
-    return [layer for layer in catalogue.layers() if layer.sealed and layer.id not in marked]
+    return [layer for layer in inventory.layers() if layer.sealed and layer.id not in marked]
 
 
-def _load(layout: Layout) -> tuple[Catalogue, Owners, frozenset[LayerId]]:
+def _load(layout: Layout) -> tuple[Inventory, Owners, frozenset[LayerId]]:
     """Read what is there and remove the uppers that a crash left without an owner."""
     loaded = load_records(layout)
     owners = Owners(loaded.records)
@@ -250,7 +250,7 @@ def _load(layout: Layout) -> tuple[Catalogue, Owners, frozenset[LayerId]]:
     known = {layer.id for layer in layers}
     for missing in owned - known:
         _log.error("the upper %s of an owner is gone", missing)
-    return Catalogue(layers, blob_names(layout)), owners, frozenset(strays)
+    return Inventory(layers, blob_names(layout)), owners, frozenset(strays)
 
 
 def _remove_owner(opened: _Open, owner: str, uppers: Collection[LayerId]) -> frozenset[LayerId]:
@@ -264,7 +264,7 @@ def _remove_owner(opened: _Open, owner: str, uppers: Collection[LayerId]) -> fro
 def _forget_owner(opened: _Open, owner: str, removed: Iterable[LayerId]) -> None:
     opened.owners.put(OwnerRecord(owner))
     for upper in removed:
-        opened.catalogue.discard(upper)
+        opened.inventory.discard(upper)
 
 
 def _put_blob(layout: Layout, source: Path, blob: BlobId, abort: Abort) -> None:

@@ -46,7 +46,7 @@ class Layer:
         return layer_kind(self.id)
 
 
-class Catalogue:
+class Inventory:
     """All layers and blobs of one data directory, and the pins on them."""
 
     def __init__(self, layers: Iterable[Layer], blobs: Iterable[BlobId]) -> None:
