@@ -70,7 +70,7 @@ class Storage(Protocol):
         ...
 
     async def seal_disk(self, owner: str, switch: SwitchDisk) -> Stack:
-        """Make what *owner* has written so far immutable and return it all as a stack.
+        """Make what *owner* has written so far immutable and durable, and return it all as a stack.
 
         The owner goes on with an empty upper above it. The guest is paused. When this
         raises, the disk is as it was before. Crash-safe at every point: `recover_disk` settles it.
@@ -107,9 +107,8 @@ class Storage(Protocol):
         """Write down what process *pid* changed in its mapping since *owner* was attached.
 
         The VM is paused and stays untouched. Returns the attached stack with the
-        changes on top, durable; so is the disk of *owner* as the VM last flushed it. Cost
-        grows with changed pages, not with memory. `Unavailable` if the process ends meanwhile
-        or is not the one that maps the memory.
+        changes on top, durable. Cost grows with changed pages, not with memory. `Unavailable`
+        if the process ends meanwhile or is not the one that maps the memory.
         """
         ...
 

@@ -173,7 +173,7 @@ class Disks:
         with self._inventory.pinned([best] if best else []):
             await self._workers.run(
                 f"seal the disk of {owner}",
-                lambda _: self._seal_file(disk.upper, parent, best, done, over_durable=self._owners.is_durable(owner)),
+                lambda _: self._seal_file(disk.upper, parent, best, done),
                 landed=lambda parent: self._note_sealed(done, disk.upper, parent),
             )
 
@@ -192,6 +192,7 @@ class Disks:
     def _note_sealed(self, record: OwnerRecord, sealed: LayerId, parent: LayerId | None) -> None:
         self._inventory.mark(sealed, sealed=True, parent=parent)
         self._owners.put(record)
+        self._owners.put_durable(record.owner)
 
     # In threads
 
@@ -215,9 +216,15 @@ class Disks:
         return is_open(path, pid)
 
     def _seal_file(
-        self, upper: LayerId, parent: LayerId | None, best: LayerId | None, record: OwnerRecord, *, over_durable: bool
+        self, upper: LayerId, parent: LayerId | None, best: LayerId | None, record: OwnerRecord
     ) -> LayerId | None:
-        """Make *upper* immutable and durable; return what it lies on now: *parent*, or its equal *best*."""
+        """Make *upper* immutable and durable, and *record* durable.
+
+        Return what *upper* lies on now: *parent*, or its equal *best*.
+
+        What the caller records next refers to *upper* as it is now: a power failure must not
+        bring back a record in which it is still written to.
+        """
         fd = os.open(self._layout.layer(upper), os.O_RDWR | os.O_CLOEXEC)
         try:
             # A VMM that still reads this file read its header when it opened it.
@@ -230,7 +237,8 @@ class Disks:
             os.close(fd)
         sync_directory(self._layout.layers)
         failpoint_nowait("seal.sealed")
-        save_record(self._layout, record, over_durable=over_durable)
+        save_record(self._layout, record, over_durable=True)
+        sync_directory(self._layout.owners)
         return parent
 
     def _go_back(self, record: OwnerRecord, dropped: LayerId, *, over_durable: bool) -> None:

@@ -46,12 +46,6 @@ def sync_directory(path: Path) -> None:
         os.close(fd)
 
 
-def sync_file(path: Path) -> None:
-    """Make the content of *path* durable, whoever wrote it."""
-    with open_sealed(path) as fd:
-        os.fsync(fd)
-
-
 @contextmanager
 def open_sealed(path: Path) -> Iterator[int]:
     """Give a descriptor of *path*, open for reading."""

@@ -18,13 +18,13 @@ from agentenv.aio.failpoints import failpoint_nowait
 from agentenv.model.errors import AlreadyExists, Bug, Invalid
 from agentenv.model.snapshot import Stack
 from agentenv.storage.capture import Image, apply_delta, capture_delta, capture_flat, fill
-from agentenv.storage.files import copy_range, data_extents, new_file, open_sealed, publish, sync_directory, sync_file
+from agentenv.storage.files import copy_range, data_extents, new_file, open_sealed, publish
 from agentenv.storage.inventory import Inventory, Layer
 from agentenv.storage.layout import LayerKind, Layout, new_layer_id
 from agentenv.storage.mapping import PAGE_BYTES
 from agentenv.storage.owners import Owners
 from agentenv.storage.pages import read_delta
-from agentenv.storage.records import OwnerRecord, save_record, sync_record
+from agentenv.storage.records import OwnerRecord, save_record
 from agentenv.storage.workers import Abort, Workers
 
 LARGEST_BYTES: Final = 16 << 40
@@ -81,12 +81,11 @@ class Memories:
     async def capture(self, owner: str, pid: int) -> Stack:
         """See `Storage.capture_memory`."""
         async with self._owners.hold(owner):
-            record = self._owners.find(owner)
             stack = self._owners.memory(owner)
             layer = await self._workers.run(
                 f"capture the memory of {owner}",
-                lambda abort: self._capture(record, stack, pid, abort),
-                landed=lambda layer: self._note(owner, layer),
+                lambda abort: self._capture(stack, pid, abort),
+                landed=self._note,
             )
             below = stack.layers[:1]
             captured = Stack((*below, layer.id) if layer else below, stack.size_bytes)
@@ -114,8 +113,7 @@ class Memories:
             raise Invalid(f"a memory cannot have {stack.size_bytes} bytes", hint="use a multiple of 4096")
         self._inventory.check_stack(stack, disk=False)
 
-    def _note(self, owner: str, captured: Layer | None) -> None:
-        self._owners.put_durable(owner)
+    def _note(self, captured: Layer | None) -> None:
         if captured is not None:
             self._inventory.add(captured)
 
@@ -149,7 +147,7 @@ class Memories:
 
         return work
 
-    def _capture(self, record: OwnerRecord, stack: Stack, pid: int, abort: Abort) -> Layer | None:
+    def _capture(self, stack: Stack, pid: int, abort: Abort) -> Layer | None:
         """Return the new layer, or None if the process changed nothing of its base."""
         base = stack.layers[0] if stack.layers else None
         kind = LayerKind.DELTA if base is not None else LayerKind.MEMORY
@@ -164,11 +162,6 @@ class Memories:
             else:
                 capture_flat(pid, image, fd, abort)
             failpoint_nowait("capture.written")
-            if record.disk is not None:
-                # A pause keeps the upper as it is: what the guest had flushed is durable from here on.
-                sync_file(self._layout.layer(record.disk.upper))
-                sync_directory(self._layout.layers)
-                sync_record(self._layout, record.owner)
             if changed:
                 publish(temporary, self._layout.layer(layer_id))
                 return Layer(layer_id, stack.size_bytes, base, data_bytes=data_bytes)

@@ -1,9 +1,9 @@
 """What each owner has, one small file per owner, so that it survives a restart.
 
-A record survives the end of this process at once, and a power failure from `sync_record`
-on: no VM outlives a power failure, so only what a pause leaves behind has to. A record
-that cannot be read is set aside under another name and reported; it never stops a
-start. All calls block but `encode` and `decode`.
+A record survives the end of this process at once, and a power failure from the first
+seal of the disk on: no VM outlives a power failure, so only what a pause leaves behind
+has to. A record that cannot be read is set aside under another name and reported; it
+never stops a start. All calls block but `encode` and `decode`.
 """
 
 import json
@@ -16,7 +16,7 @@ import structlog
 from agentenv.model.errors import NotFound
 from agentenv.model.ids import LayerId
 from agentenv.model.snapshot import Stack
-from agentenv.storage.files import replace_text, sync_directory, sync_file
+from agentenv.storage.files import replace_text, sync_directory
 from agentenv.storage.layout import Layout, layer_kind
 
 _VERSION: Final = 1
@@ -113,12 +113,6 @@ def save_record(layout: Layout, record: OwnerRecord, *, over_durable: bool) -> N
         remove_record(layout, record.owner)
     else:
         replace_text(layout.owner(record.owner), encode(record), layout.new_temporary(), sync=over_durable)
-
-
-def sync_record(layout: Layout, owner: str) -> None:
-    """Make the record of *owner* durable as it is."""
-    sync_file(layout.owner(owner))
-    sync_directory(layout.owners)
 
 
 def remove_record(layout: Layout, owner: str) -> None:

@@ -89,8 +89,9 @@ class Instance(Protocol):
         ...
 
     async def save_device_state(self, path: Path) -> None:
-        """Write device state, without memory, to *path*, durably. The VM is paused and stays so.
+        """Write device state, without memory, to *path*. The VM is paused and stays so.
 
+        Whoever keeps the file makes it durable; it is written once and lost with the host until then.
         Raises `Conflict` if it runs, `NoSpace` if the disk is full; then *path* is not there.
         """
         ...

@@ -127,7 +127,7 @@ class QemuInstance:
         try:
             await self._save(memory)
             # Not cut short: the thread works on a descriptor that is closed here.
-            await to_its_end("write device state", asyncio.to_thread(_write_durably, memory, path))
+            await to_its_end("write device state", asyncio.to_thread(_write_out, memory, path))
         finally:
             os.close(memory)
 
@@ -299,21 +299,15 @@ def _migration_ended(event: Event) -> bool:
     return event.name == "MIGRATION" and event.data.get("status") in ("completed", "failed", "cancelled")
 
 
-def _write_durably(memory: int, path: Path) -> None:
+def _write_out(memory: int, path: Path) -> None:
     try:
         target = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         try:
             size, at = os.fstat(memory).st_size, 0
             while at < size:
                 at += os.sendfile(target, memory, at, size - at)
-            os.fsync(target)
         finally:
             os.close(target)
-        directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(directory)
-        finally:
-            os.close(directory)
     except OSError as error:
         path.unlink(missing_ok=True)
         raise _file_error(path, error) from error
