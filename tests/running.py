@@ -1,6 +1,7 @@
 """Servers with a template, for suites: the home is kept between runs, so that a template is built once.
 
-A home is good for one guest image and one QEMU: its name has a digest of both.
+A home is good for one checkout, one guest image and one QEMU: its name has a digest of
+all three, so that two checkouts that share a cache never meet in one home.
 """
 
 import hashlib
@@ -52,7 +53,7 @@ def home_of(name: str) -> Path:
     version = subprocess.run([QEMU, "--version"], capture_output=True, text=True, check=True).stdout
     guest = (GUEST_DIR / "current").read_text().strip() if (GUEST_DIR / "current").is_file() else ""
     rootfs = BASE_ROOTFS.stat()
-    key = json.dumps([version, guest, rootfs.st_size, rootfs.st_mtime_ns])
+    key = json.dumps([str(REPO), version, guest, rootfs.st_size, rootfs.st_mtime_ns])
     return HOMES / f"{name}-{hashlib.sha256(key.encode()).hexdigest()[:12]}"
 
 
