@@ -280,12 +280,13 @@ class FakeHost:
         return State.GONE if found is None else found.state
 
     async def became(self, sandbox_id: str, state: State) -> None:
-        """Return when a sandbox is in *state*."""
+        """Return when a sandbox is in *state*, and the operation that brought it there has ended."""
         changed = asyncio.Event()
         self.host.registry.listen(lambda _before, _after: changed.set())
         while self.state(sandbox_id) is not state:
             changed.clear()
             await changed.wait()
+        await self.host.operations.settle(sandbox_id)
 
     async def idle(self) -> None:
         """Return when no operation is in progress on any sandbox."""

@@ -119,8 +119,8 @@ def order(agent: Agent, path: str, turn: object, limit_ms: int | None = None) ->
 
 
 @contextmanager
-def suspended_files(directory: Path) -> Iterator[Path]:
-    """A file system on which every write waits, uninterruptibly, until `resume_files`."""
+def files_of_its_own(directory: Path) -> Iterator[Path]:
+    """A file system on which every write waits, uninterruptibly, between `suspend_files` and `resume_files`."""
     image, files = directory / "image", directory / "files"
     files.mkdir()
     with image.open("wb") as file:
@@ -128,13 +128,14 @@ def suspended_files(directory: Path) -> Iterator[Path]:
     subprocess.run(["mke2fs", "-q", "-F", "-t", "ext4", image], check=True)
     subprocess.run(["mount", "-o", "loop", image, files], check=True)
     try:
-        subprocess.run(["fsfreeze", "--freeze", files], check=True)
-        try:
-            yield files
-        finally:
-            subprocess.run(["fsfreeze", "--unfreeze", files], check=False, capture_output=True)
+        yield files
     finally:
+        subprocess.run(["fsfreeze", "--unfreeze", files], check=False, capture_output=True)  # of a test that failed
         subprocess.run(["umount", files], check=True)
+
+
+def suspend_files(files: Path) -> None:
+    subprocess.run(["fsfreeze", "--freeze", files], check=True)
 
 
 def resume_files(files: Path) -> None:
@@ -208,11 +209,15 @@ class TestFreezing:
     @pytest.mark.needs("mount", "loop", "mke2fs")
     def test_a_freeze_that_waits_ends_with_a_later_order_and_undoes_nothing(self, agent: Agent, tmp_path: Path) -> None:
         with (
-            suspended_files(tmp_path) as files,
+            files_of_its_own(tmp_path) as files,
             ThreadPoolExecutor() as waiting,
-            agent.start("/bin/sh", "-c", f"echo on; exec touch {files}/x") as stream,
+            # It has done the same before: the only thing left that it can wait for in the kernel is that write.
+            agent.start("/bin/sh", "-c", f": > {files}/x; echo on; read go; : > {files}/x") as stream,
         ):
             pid = stream.started()
+            stream.until_output(b"on")
+            suspend_files(files)
+            agent.call("process.Process/SendInput", {"process": {"pid": pid}, "input": {"stdin": "Cg=="}})
             wait_until(lambda: state_of(pid) == "D")  # it cannot be frozen
             first = waiting.submit(order, agent, "/freeze", 1, 20_000)
             wait_until(lambda: told(agent)["frozen"])

@@ -278,11 +278,13 @@ async def test_a_namespace_that_is_gone_cannot_be_adopted_and_its_remains_go(
 VICTIM = """
 import asyncio, sys
 from pathlib import Path
+from agentenv.logs import only_problems
 from agentenv.model.policy import EgressPolicy
 from agentenv.network.settings import NetworkSettings
 from agentenv.network.slots import NetworkSlots
 
 async def main():
+    only_problems()  # its standard output is what the test reads
     slots = NetworkSlots(NetworkSettings(warm_low=2, warm_high=2), Path(sys.argv[1]))
     await slots.start()
     for name in ("one", "two"):

@@ -108,8 +108,10 @@ import asyncio, sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[2])
 from agentenv.aio.failpoints import REGISTRY
+from agentenv.logs import only_problems
 from tests.unit.state import test_full_disk as suite
 async def main():
+    only_problems()  # to standard error: what it prints are the identifiers
     disk = Path(sys.argv[1])
     store = await suite.opened(disk)
     first = suite._sandbox()

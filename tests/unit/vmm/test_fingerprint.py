@@ -4,13 +4,15 @@ import asyncio
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from agentenv.model.errors import Unsupported
 from agentenv.vmm.fingerprint import NEEDED_COMMANDS, cpu_model, probe
 from agentenv.vmm.plan import Engine
-from agentenv.vmm.spawn import Spawner
+from agentenv.vmm.process import is_alive
+from agentenv.vmm.spawn import Spawner, Started
 
 TCG = Engine("tcg", tb_size_mib=32)
 
@@ -90,14 +92,21 @@ async def test_a_program_that_ends_is_refused_with_its_words(spawner: Spawner, t
 
 
 async def test_a_program_that_says_nothing_is_refused_in_time_and_ended(spawner: Spawner, tmp_path: Path) -> None:
+    started: list[Started] = []
+
+    class Watched(Spawner):
+        async def spawn(self, *args: Any, **more: Any) -> Started:
+            started.append(await spawner.spawn(*args, **more))
+            return started[-1]
+
     program = tmp_path / "qemu"
-    program.write_text(f"#!/bin/sh\necho $$ > {tmp_path}/pid\nexec sleep 60\n")
+    program.write_text("#!/bin/sh\nexec sleep 60\n")
     program.chmod(0o755)
 
     with pytest.raises(Unsupported):
-        await probe(program, TCG, guest_digest="", spawner=spawner, timeout_s=0.5)
+        await probe(program, TCG, guest_digest="", spawner=Watched(), timeout_s=0.5)
 
-    assert not Path("/proc", (tmp_path / "pid").read_text().strip()).exists()
+    assert [is_alive(one.identity) for one in started] == [False]
 
 
 def test_under_kvm_the_host_s_cpu_is_part_of_the_model() -> None:
