@@ -4,10 +4,13 @@ import re
 from dataclasses import dataclass, field
 from typing import Final
 
+from agentenv.config.fields import check
+from agentenv.config.schema import API_KEY_PATTERN, Limits, Node
 from agentenv.model.errors import Invalid
 
-_API_KEY: Final = re.compile(r"[A-Za-z0-9._~-]{32,256}")
-_NO_CLUSTER: Final = "00000000-0000-0000-0000-000000000000"
+_API_KEY: Final = re.compile(API_KEY_PATTERN)
+_LIMITS: Final = Limits()
+_NODE: Final = Node()
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,14 +30,13 @@ class ApiSettings:
 
     api_key: str = field(repr=False)
     domain: str | None = None
-    max_body_bytes: int = 1 << 20
-    body_timeout_s: float = 30.0
-    cluster_id: str = _NO_CLUSTER
-    service_instance_id: str = _NO_CLUSTER
+    max_body_bytes: int = _LIMITS.max_body_bytes
+    body_timeout_s: float = _LIMITS.body_timeout_s
+    cluster_id: str = _NODE.cluster_id
+    service_instance_id: str = _NODE.cluster_id
     commit: str = ""
 
     def __post_init__(self) -> None:
         if not _API_KEY.fullmatch(self.api_key):
             raise Invalid("the API key must be 32 to 256 letters, digits, dots, underscores, tildes and hyphens")
-        if self.max_body_bytes < 1 or self.body_timeout_s <= 0:
-            raise Invalid("the limits of a request body must be positive")
+        check("limits", {"max_body_bytes": self.max_body_bytes, "body_timeout_s": self.body_timeout_s})

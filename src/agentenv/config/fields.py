@@ -12,6 +12,7 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
 from agentenv.config.schema import Section, Settings
+from agentenv.model.errors import Invalid
 
 
 class Unreadable(Exception):
@@ -74,6 +75,15 @@ class Setting:
         except ValidationError as error:
             first = error.errors(include_url=False, include_input=False)[0]
             raise Unreadable(first["msg"]) from None
+
+
+def check(section: str, values: Mapping[str, object]) -> None:
+    """Raise `Invalid` if one of *values*, by the names of settings of *section*, is out of its bounds."""
+    for key, value in values.items():
+        try:
+            settings_by_name()[f"{section}.{key}"].from_python(value)
+        except Unreadable as error:
+            raise Invalid(f"{section}.{key}: {error}") from None
 
 
 @cache

@@ -106,6 +106,7 @@ class Network(Section):
 
     name_prefix: str = Field(
         "aenv",
+        # Linux allows 15 characters in a link's name, and ours end in a dash and up to five digits.
         pattern=r"^[a-z][a-z0-9]{0,8}$",
         description="Begins the name of every link, table and file of this server.",
     )

@@ -1,20 +1,14 @@
 """What an operator decides about the network, checked once when it is made."""
 
-import re
 from dataclasses import dataclass
 from ipaddress import IPv4Network
 from typing import Final
 
+from agentenv.config.fields import check
+from agentenv.config.schema import Network
 from agentenv.model.errors import Invalid
 
-# Linux allows 15 characters in a link's name, and ours end in a dash and up to five digits.
-_PREFIX: Final = re.compile(r"[a-z][a-z0-9]{0,8}")
-_SMALLEST_MTU: Final = 576
-_LARGEST_MTU: Final = 65_535
-_LEAST_SLOTS: Final = 1
-
-_ADDRESSES: Final = IPv4Network("10.11.0.0/16")
-_LINKS: Final = IPv4Network("10.12.0.0/16")
+_NETWORK: Final = Network()
 
 # Everything that is not the public internet, and where one cloud keeps a service of its hosts.
 ALWAYS_DENIED: Final = tuple(
@@ -62,44 +56,28 @@ class NetworkSettings:
     Raises `Invalid` when a value cannot work.
     """
 
-    name_prefix: str = "aenv"
-    address_cidr: IPv4Network = _ADDRESSES
-    veth_cidr: IPv4Network = _LINKS
-    warm_low: int = 4
-    warm_high: int = 16
-    max_slots: int | None = None
+    name_prefix: str = _NETWORK.name_prefix
+    address_cidr: IPv4Network = _NETWORK.address_cidr
+    veth_cidr: IPv4Network = _NETWORK.veth_cidr
+    warm_low: int = _NETWORK.warm_low
+    warm_high: int = _NETWORK.warm_high
+    max_slots: int | None = _NETWORK.max_slots
     always_denied: tuple[IPv4Network, ...] = ALWAYS_DENIED
-    allow_private: tuple[IPv4Network, ...] = ()
-    dns_upstreams: tuple[str, ...] = ()
-    dns_port: int = 10_053
-    dns_timeout_s: float = 5.0
-    dns_in_flight: int = 2048
-    dns_in_flight_per_slot: int = 128
-    flows_per_slot: int = 8192
-    mtu: int | None = None
+    allow_private: tuple[IPv4Network, ...] = _NETWORK.allow_private
+    dns_upstreams: tuple[str, ...] = _NETWORK.dns_upstreams
+    dns_port: int = _NETWORK.dns_port
+    dns_timeout_s: float = _NETWORK.dns_timeout_s
+    dns_in_flight: int = _NETWORK.dns_in_flight
+    dns_in_flight_per_slot: int = _NETWORK.dns_in_flight_per_slot
+    flows_per_slot: int = _NETWORK.flows_per_slot
+    mtu: int | None = _NETWORK.mtu
 
     def __post_init__(self) -> None:
-        if not _PREFIX.fullmatch(self.name_prefix):
-            raise Invalid(
-                f"network name_prefix {self.name_prefix!r} cannot begin the name of a link",
-                hint="use a letter and up to eight more letters or digits, all lower case",
-            )
+        check("network", {name: getattr(self, name) for name in Network.model_fields})
         if self.address_cidr.overlaps(self.veth_cidr):
             raise Invalid(f"network address_cidr {self.address_cidr} and veth_cidr {self.veth_cidr} overlap")
         for name, cidr, shortest in (("address_cidr", self.address_cidr, 29), ("veth_cidr", self.veth_cidr, 29)):
             if cidr.prefixlen > shortest:
                 raise Invalid(f"network {name} {cidr} is too small", hint=f"use a prefix of /{shortest} or shorter")
-        if not 0 <= self.warm_low <= self.warm_high:
-            raise Invalid(f"network warm_low {self.warm_low} and warm_high {self.warm_high} are not 0 <= low <= high")
-        for name, value, least, most in (
-            ("max_slots", self.max_slots, _LEAST_SLOTS, None),
-            ("dns_port", self.dns_port, 1, 65_535),
-            ("dns_in_flight", self.dns_in_flight, 1, None),
-            ("dns_in_flight_per_slot", self.dns_in_flight_per_slot, 1, None),
-            ("flows_per_slot", self.flows_per_slot, 16, None),
-            ("mtu", self.mtu, _SMALLEST_MTU, _LARGEST_MTU),
-        ):
-            if value is not None and (value < least or (most is not None and value > most)):
-                raise Invalid(f"network {name} is {value}, outside {least} to {'any' if most is None else most}")
-        if not 0 < self.dns_timeout_s <= 60:
-            raise Invalid(f"network dns_timeout_s is {self.dns_timeout_s}, outside 0 to 60 s")
+        if self.warm_low > self.warm_high:
+            raise Invalid(f"network warm_low {self.warm_low} and warm_high {self.warm_high} are not low <= high")

@@ -6,14 +6,14 @@ their own, and the parts know nothing of each other.
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Final, Protocol
 
 from agentenv.aio.clock import Clock
 from agentenv.aio.operations import Operations
 from agentenv.aio.tasks import Tasks
+from agentenv.config import schema
 from agentenv.guest.contract import Agent, Agents, CaBundle
 from agentenv.model.ids import SandboxId
-from agentenv.model.limits import MAX_FORKS, MAX_TIMEOUT_S
 from agentenv.model.machine import BlockTarget, Fingerprint
 from agentenv.model.sandbox import Sandbox
 from agentenv.network.contract import Slot, Slots
@@ -25,6 +25,9 @@ from agentenv.node.timings import Timings
 from agentenv.state.contract import Quarantined, Store
 from agentenv.storage.contract import Storage
 from agentenv.vmm.contract import Instance, Vmm, VmPlan
+
+_SANDBOX: Final = schema.Sandbox()
+_GUEST: Final = schema.Guest()
 
 
 class Credentials(Protocol):
@@ -47,14 +50,14 @@ class NodeSettings:
     initramfs: Path
     node_id: str = "node"
     ca_bundle: CaBundle | None = None
-    max_sandboxes: int = 1000
-    max_timeout_s: int = MAX_TIMEOUT_S
-    min_free_disk_mib: int = 1024
-    auto_resume_timeout_s: int = 300
-    fork_max: int = MAX_FORKS
-    agent_timeout_s: float = 60.0  # for a restored or booted guest to answer
-    freeze_timeout_s: float = 5.0
-    operation_timeout_s: float = 120.0  # of every transitional state
+    max_sandboxes: int = _SANDBOX.max_sandboxes
+    max_timeout_s: int = _SANDBOX.max_timeout_s
+    min_free_disk_mib: int = _SANDBOX.min_free_disk_mib
+    auto_resume_timeout_s: int = _SANDBOX.auto_resume_min_timeout_s
+    fork_max: int = _SANDBOX.fork_max
+    agent_timeout_s: float = _GUEST.init_timeout_s  # for a restored or booted guest to answer
+    freeze_timeout_s: float = _GUEST.freeze_timeout_s
+    operation_timeout_s: float = _SANDBOX.operation_timeout_s  # of every transitional state
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,11 @@
 """What an operator may change about the proxy. Lengths are seconds, sizes bytes."""
 
 from dataclasses import dataclass, field
+from typing import Final
+
+from agentenv.config import schema
+
+_PROXY: Final = schema.Proxy()
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,15 +30,15 @@ class ProxySettings:
     """
 
     api_key: str | None = field(default=None, repr=False)
-    connect_timeout_s: float = 5.0
-    progress_timeout_s: float = 30.0
-    continue_timeout_s: float = 1.0
-    wake_timeout_s: float = 60.0
-    control_body_timeout_s: float = 30.0
+    connect_timeout_s: float = _PROXY.connect_timeout_s
+    progress_timeout_s: float = _PROXY.progress_timeout_s
+    continue_timeout_s: float = _PROXY.continue_timeout_s
+    wake_timeout_s: float = _PROXY.wake_timeout_s
+    control_body_timeout_s: float = _PROXY.control_body_timeout_s
     broken_timeout_s: float = 30.0
-    half_closed_timeout_s: float = 60.0
-    max_connections_per_sandbox: int = 4096
-    max_idle_per_sandbox: int = 16
-    max_idle_s: float = 30.0
-    max_idle_unsafe_s: float = 1.0
-    sweep_interval_s: float = 1.0
+    half_closed_timeout_s: float = _PROXY.half_closed_timeout_s
+    max_connections_per_sandbox: int = _PROXY.max_connections_per_sandbox
+    max_idle_per_sandbox: int = _PROXY.max_idle_per_sandbox
+    max_idle_s: float = _PROXY.max_idle_s
+    max_idle_unsafe_s: float = _PROXY.max_idle_unsafe_s
+    sweep_interval_s: float = _PROXY.sweep_interval_s

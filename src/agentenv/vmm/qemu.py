@@ -18,6 +18,7 @@ import structlog
 
 from agentenv.aio.failures import FULL
 from agentenv.aio.tasks import Tasks, to_its_end
+from agentenv.config import schema
 from agentenv.model.errors import AgentEnvError, Bug, Exhausted, Invalid, NoSpace, NotFound, Unavailable, Unsupported
 from agentenv.model.machine import Fingerprint, ProcessIdentity
 from agentenv.vmm.accelerator import probe_accelerator
@@ -36,6 +37,7 @@ MAX_STATE_BYTES: Final = 1 << 20
 """As much as a pipe can be made to hold: the whole state is put in before QEMU reads."""
 
 _EXPLAIN_S: Final = 1.0
+_VMM: Final = schema.Vmm()
 
 _log = structlog.get_logger(__name__)
 
@@ -46,11 +48,11 @@ class QemuVmm:
     def __init__(
         self,
         *,
-        binary: str | Path = "qemu-system-x86_64",
-        accelerator: Literal["auto", "kvm", "tcg"] = "auto",
+        binary: str | Path = _VMM.qemu_binary,
+        accelerator: Literal["auto", "kvm", "tcg"] = _VMM.accelerator,
         guest_digest: str,
-        tb_size_mib: int = 32,
-        command_timeout_s: float = 10.0,
+        tb_size_mib: int = _VMM.tb_size_mib,
+        command_timeout_s: float = _VMM.command_timeout_s,
     ) -> None:
         """*binary*: name on the PATH, or path. *guest_digest*: of the kernel and initramfs that plans name."""
         self._binary = str(binary)

@@ -9,16 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import SecretStr, ValidationError
 
-from agentenv.api.settings import ApiSettings
 from agentenv.config import resolve as resolve_module
 from agentenv.config.environment import variables
 from agentenv.config.fields import settings_by_name
 from agentenv.config.resolve import resolve
 from agentenv.config.schema import Settings
 from agentenv.model.errors import Invalid
-from agentenv.network.settings import NetworkSettings
-from agentenv.proxy.inbound.limits import ServerLimits
-from agentenv.proxy.settings import ProxySettings
 from tools.config_reference import PAGE, render
 
 KEY = "k" * 40
@@ -280,19 +276,6 @@ def test_every_setting_says_what_it_means_and_has_one_variable() -> None:
     assert [name for name, setting in settings.items() if not setting.description] == []
     assert {variable.setting for variable in variables().values()} - {None} == set(settings)
     assert [variable.name for variable in variables().values() if not variable.help] == []
-
-
-def test_defaults_here_are_those_of_the_parts_they_are_for() -> None:
-    settings = Settings()
-    given = {name: value for name, value in settings.network if value is not None}
-
-    assert NetworkSettings(**given) == NetworkSettings()
-    assert ProxySettings(**dict(settings.proxy)) == ProxySettings()
-    limits = settings.limits
-    api = ApiSettings(KEY, max_body_bytes=limits.max_body_bytes, body_timeout_s=limits.body_timeout_s)
-    assert api == ApiSettings(KEY)
-    inbound = limits.model_dump(exclude={"max_body_bytes", "body_timeout_s"})
-    assert ServerLimits(**inbound) == ServerLimits()
 
 
 def test_the_reference_page_is_current() -> None:

@@ -1,6 +1,11 @@
 """How much a client may take before it has shown who it is. Lengths are seconds, sizes bytes."""
 
 from dataclasses import dataclass
+from typing import Final
+
+from agentenv.config.schema import Limits
+
+_LIMITS: Final = Limits()
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,11 +22,11 @@ class ServerLimits:
         stop_timeout_s: how long requests in progress may go on once the server stops.
     """
 
-    max_connections: int = 16384
-    max_head_bytes: int = 64 * 1024
-    max_headers: int = 200
+    max_connections: int = _LIMITS.max_connections
+    max_head_bytes: int = _LIMITS.max_head_bytes
+    max_headers: int = _LIMITS.max_headers
     max_pipelined: int = 16
-    head_timeout_s: float = 30.0
-    keep_alive_s: float = 75.0
+    head_timeout_s: float = _LIMITS.head_timeout_s
+    keep_alive_s: float = _LIMITS.keep_alive_s
     drain_s: float = 30.0
-    stop_timeout_s: float = 10.0
+    stop_timeout_s: float = _LIMITS.stop_timeout_s
