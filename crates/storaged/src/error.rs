@@ -6,7 +6,7 @@ use std::io;
 use rustix::io::Errno;
 use serde::{Deserialize, Serialize};
 
-pub type Result<T> = std::result::Result<T, Error>;
+pub type Result<T, E = Error> = std::result::Result<T, E>;
 
 /// The words of [`Error`] on the wire; the same as the control plane's where both have one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -91,6 +91,7 @@ fn code_of(error: &io::Error) -> Code {
         None => match error.kind() {
             io::ErrorKind::UnexpectedEof | io::ErrorKind::InvalidData => Code::Corrupt,
             io::ErrorKind::InvalidInput => Code::Invalid,
+            io::ErrorKind::NotFound => Code::NotFound,
             _ => Code::Unavailable,
         },
     }

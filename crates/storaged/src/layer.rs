@@ -5,10 +5,11 @@ use std::sync::Arc;
 
 use layers::{BLOCK, Index, Layer, ReadAt, SECTOR, ZFile};
 
+use crate::content::Content;
 use crate::device::Answer;
 use crate::error::{Code, Context, Error, Result};
-use crate::files::{Handle, Shared};
 use crate::names::{Format, LayerName};
+use crate::remote::Failure;
 
 /// Memory is mapped by pages; a layer that maps less cannot be one of memory.
 const PAGE_SECTORS: u64 = 8;
@@ -25,8 +26,8 @@ pub struct LayerFile {
 }
 
 enum Source {
-    Plain(Shared),
-    Compressed(Box<ZFile<Shared>>),
+    Plain(Content),
+    Compressed(Box<ZFile<Content>>),
 }
 
 impl LayerFile {
@@ -34,9 +35,16 @@ impl LayerFile {
     ///
     /// # Errors
     /// `corrupt` for anything that a sealed layer cannot be, `exhausted` for an index beyond all bounds.
-    pub fn open(name: LayerName, handle: Arc<Handle>) -> Result<(Arc<Self>, Index)> {
-        let source = Source::open(&name, handle)?;
-        let layer = Layer::open(source).map_err(|error| worded(format_args!("layer {name}"), error))?;
+    pub fn open(name: LayerName, content: &Content) -> Result<(Arc<Self>, Index)> {
+        let open = || {
+            let source = Source::open(&name, content.clone())?;
+            Layer::open(source).map_err(|error| worded(format_args!("layer {name}"), error))
+        };
+        let layer = match open() {
+            // What is kept of a remote layer may be what is wrong, rather than the layer.
+            Err(error) if error.code == Code::Corrupt && content.distrust(0..content.size().unwrap_or(0)) => open()?,
+            other => other?,
+        };
         let (source, identity, index) = layer.into_parts();
         let whole = |number: u64| number % PAGE_SECTORS == 0;
         let paged = index.segments().iter().all(|segment| whole(segment.offset()) && whole(segment.length()));
@@ -47,8 +55,8 @@ impl LayerFile {
     ///
     /// # Errors
     /// As for [`LayerFile::open`].
-    pub fn count(name: &LayerName, handle: Arc<Handle>) -> Result<u64> {
-        let source = Source::open(name, handle)?;
+    pub fn count(name: &LayerName, content: Content) -> Result<u64> {
+        let source = Source::open(name, content)?;
         let counted = (|| {
             let start = source.size()?.checked_sub(BLOCK).ok_or(io::ErrorKind::UnexpectedEof)?;
             let mut block = [0; BLOCK_BYTES];
@@ -67,7 +75,10 @@ impl LayerFile {
     /// # Errors
     /// Whatever the file system says; `InvalidData` for wrong bytes, `UnexpectedEof` for missing ones.
     pub fn read(&self, buf: &mut [u8], offset: u64) -> io::Result<()> {
-        self.source.read_exact_at(buf, offset)
+        match self.source.read_exact_at(buf, offset) {
+            Err(error) if self.source.distrust(&error, offset, buf.len()) => self.source.read_exact_at(buf, offset),
+            other => other,
+        }
     }
 
     /// The same if it takes no wait for a disk.
@@ -76,7 +87,7 @@ impl LayerFile {
     /// As [`LayerFile::read`].
     pub fn read_now(&self, buf: &mut [u8], offset: u64) -> io::Result<Answer> {
         match &self.source {
-            Source::Plain(file) => file.0.read_now(buf, offset),
+            Source::Plain(file) => file.read_now(buf, offset),
             // What it takes is known only when the compressed bytes are there.
             Source::Compressed(_) => Ok(Answer::WouldWait),
         }
@@ -84,15 +95,18 @@ impl LayerFile {
 
     /// Says that *length* bytes at *offset* will be read soon.
     pub fn expect(&self, offset: u64, length: u64) {
-        if let Source::Plain(file) = &self.source {
-            file.0.expect(offset, length);
+        match &self.source {
+            Source::Plain(file) => file.expect(offset, length),
+            Source::Compressed(zfile) => {
+                let range = zfile.compressed_range(offset..offset.saturating_add(length));
+                zfile.source().expect(range.start, range.end - range.start);
+            }
         }
     }
 }
 
 impl Source {
-    fn open(name: &LayerName, handle: Arc<Handle>) -> Result<Self> {
-        let file = Shared(handle);
+    fn open(name: &LayerName, file: Content) -> Result<Self> {
         match name.format() {
             Format::Lsmt => Ok(Self::Plain(file)),
             Format::Zfile => {
@@ -100,6 +114,17 @@ impl Source {
                 Ok(Self::Compressed(Box::new(zfile)))
             }
         }
+    }
+}
+
+impl Source {
+    /// Whether bytes that failed with *error* came over a network, and are worth fetching again.
+    fn distrust(&self, error: &io::Error, offset: u64, length: usize) -> bool {
+        let Self::Compressed(zfile) = self else { return false };
+        // What failed on the way was tried again already.
+        let on_the_way = error.get_ref().is_some_and(<dyn std::error::Error + Send + Sync>::is::<Failure>);
+        let wrong = error.kind() == io::ErrorKind::InvalidData && !on_the_way;
+        wrong && zfile.source().distrust(zfile.compressed_range(offset..offset + length as u64))
     }
 }
 

@@ -4,6 +4,7 @@
 //! is served knows nothing of how. The daemon outlives the control plane, and whatever it
 //! has acknowledged outlives the daemon.
 
+pub mod content;
 mod counter;
 pub mod device;
 pub mod directory;
@@ -19,6 +20,7 @@ pub mod memory;
 pub mod names;
 pub mod node;
 pub mod protocol;
+pub mod remote;
 pub mod root;
 pub mod server;
 pub mod stack;

@@ -13,14 +13,17 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use layers::SECTOR;
 
+use crate::content::Content;
 use crate::error::{Code, Context, Error, Result};
-use crate::files::{Files, Handle};
+use crate::files::{Files, Handle, Shared};
 use crate::names::{Format, Id, LayerName};
+use crate::remote::{Remote, Remotes, SharedObject};
 use crate::root::{Root, sync_directory};
 
 pub struct Library {
     root: Arc<Root>,
     files: Arc<Files>,
+    remotes: Arc<Remotes>,
     holds: Mutex<Holds>,
     /// One for each layer, whoever reads it.
     handles: Mutex<HashMap<LayerName, Weak<Handle>>>,
@@ -57,13 +60,21 @@ pub struct Listed {
 }
 
 impl Library {
-    pub fn new(root: &Arc<Root>, open_files: usize) -> Arc<Self> {
-        Arc::new(Self {
+    /// # Errors
+    /// What the file system says.
+    pub fn new(root: &Arc<Root>, open_files: usize, options: crate::remote::Options) -> Result<Arc<Self>> {
+        let files = Files::new(open_files);
+        Ok(Arc::new(Self {
             root: Arc::clone(root),
-            files: Files::new(open_files),
+            remotes: Remotes::open(root, &files, options)?,
+            files,
             holds: Mutex::default(),
             handles: Mutex::default(),
-        })
+        }))
+    }
+
+    pub fn remotes(&self) -> &Arc<Remotes> {
+        &self.remotes
     }
 
     /// Holds *names*; each as often as it is named.
@@ -73,7 +84,7 @@ impl Library {
     pub fn hold(self: &Arc<Self>, names: &[LayerName]) -> Result<Held> {
         let mut holds = self.holds();
         for name in names {
-            if !holds.counts.contains_key(name) && !self.path(name).exists() {
+            if !holds.counts.contains_key(name) && !self.exists(name) {
                 return Err(Error::new(Code::NotFound, format!("no layer {name}")));
             }
         }
@@ -97,8 +108,36 @@ impl Library {
         self.holds().everything = everything;
     }
 
-    /// The file of *name*, which is held.
-    pub fn handle(&self, name: &LayerName) -> Arc<Handle> {
+    fn exists(&self, name: &LayerName) -> bool {
+        self.path(name).exists() || self.remotes.has(name)
+    }
+
+    /// There is a layer *name* where *remote* says, and it is held.
+    ///
+    /// # Errors
+    /// `already_exists` if it is here already, or is one with another content; `invalid` for what cannot be.
+    pub fn add_remote(self: &Arc<Self>, name: &LayerName, remote: &Remote) -> Result<Held> {
+        let held = self.hold_unseen(std::slice::from_ref(name));
+        if self.path(name).exists() {
+            return Err(Error::new(Code::AlreadyExists, format!("layer {name} is here")));
+        }
+        self.remotes.add(name, remote)?;
+        Ok(held)
+    }
+
+    /// The bytes of *name*, which is held.
+    ///
+    /// # Errors
+    /// `corrupt` for a record of a remote layer that is damaged; the file of one that is here is looked at when it is read.
+    pub fn content(&self, name: &LayerName) -> Result<Content> {
+        if self.remotes.has(name) {
+            return Ok(Content::Remote(SharedObject(self.remotes.object(name)?)));
+        }
+        Ok(Content::Local(Shared(self.handle(name))))
+    }
+
+    /// The file of *name*, which is held and here.
+    fn handle(&self, name: &LayerName) -> Arc<Handle> {
         let mut handles = self.handles.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(handle) = handles.get(name).and_then(Weak::upgrade) {
             return handle;
@@ -122,6 +161,9 @@ impl Library {
     /// # Errors
     /// What the file system says.
     pub fn bytes(&self, name: &LayerName) -> Result<u64> {
+        if self.remotes.has(name) {
+            return Ok(self.remotes.bytes(name));
+        }
         let found = self.path(name).metadata().during(format_args!("cannot look at layer {name}"))?;
         Ok(found.blocks() * SECTOR)
     }
@@ -163,7 +205,9 @@ impl Library {
                 Err(e) => return Err(Error::io("cannot list layers", e)),
             }
         }
+        found.extend(self.remotes.list());
         found.sort();
+        found.dedup_by(|one, other| one.0 == other.0);
         let holds = self.holds();
         Ok(found.into_iter().map(|(name, bytes)| Listed { held: holds.has(&name), name, bytes }).collect())
     }
@@ -178,6 +222,11 @@ impl Library {
         for name in names {
             let holds = self.holds();
             if holds.has(name) {
+                continue;
+            }
+            if self.remotes.has(name) {
+                bytes += self.remotes.remove(name)?;
+                deleted.push(name.clone());
                 continue;
             }
             let path = self.path(name);

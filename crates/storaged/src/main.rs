@@ -1,5 +1,4 @@
-//! `storaged serve --root DIR --socket PATH [--mount DIR] [--keeper PATH] [--freeze-limit-mib N]
-//! [--disks fuse|ublk|probe]`: the daemon, which says `serving` on its
+//! `storaged serve --root DIR --socket PATH`: the daemon, which says `serving` on its
 //! standard output once it can be asked. `storaged keep`: see [`storaged::keeper`].
 
 use std::io::Write;
@@ -13,9 +12,9 @@ use storaged::directory::Directory;
 use storaged::error::{Code, Context, Error, Result};
 use storaged::fuse::{Front, Options};
 use storaged::node::{Node, Service};
-use storaged::{keeper, server, ublk};
+use storaged::{keeper, remote, server, ublk};
 
-const USAGE: &str = "usage: storaged serve --root DIR --socket PATH [--mount DIR] [--keeper PATH] [--freeze-limit-mib N] [--disks fuse|ublk|probe]\n       storaged keep";
+const USAGE: &str = "usage: storaged serve --root DIR --socket PATH [--mount DIR] [--keeper PATH] [--freeze-limit-mib N]\n           [--disks fuse|ublk|probe] [--cache DIR] [--cache-bytes N] [--authorities FILE] [--remote-patience-s N]\n       storaged keep";
 /// How long requests in progress may take at the end. The next daemon does again what was not done.
 const STOP_LIMIT: Duration = Duration::from_secs(30);
 const MIB: u64 = 1 << 20;
@@ -29,6 +28,7 @@ struct Arguments {
     keeper: PathBuf,
     freeze_limit_bytes: u64,
     disks: Disks,
+    remote: remote::Options,
 }
 
 /// How guests see their disks.
@@ -70,16 +70,22 @@ fn parse(words: &[&str]) -> Option<Arguments> {
     let (mut root, mut socket, mut mount, mut keeper) = (None, None, None, None);
     let mut freeze_limit_bytes = u64::MAX;
     let mut disks = Disks::Fuse;
+    let mut remote = remote::Options::default();
     for pair in words.chunks(2) {
         let [name, value] = pair else { return None };
-        let place = match *name {
-            "--root" => &mut root,
-            "--socket" => &mut socket,
-            "--mount" => &mut mount,
-            "--keeper" => &mut keeper,
-            "--freeze-limit-mib" => {
-                freeze_limit_bytes = value.parse::<u64>().ok()?.checked_mul(MIB)?;
-                continue;
+        let path = Some(PathBuf::from(value));
+        match *name {
+            "--root" => root = path,
+            "--socket" => socket = path,
+            "--mount" => mount = path,
+            "--keeper" => keeper = path,
+            "--freeze-limit-mib" => freeze_limit_bytes = value.parse::<u64>().ok()?.checked_mul(MIB)?,
+            "--cache" => remote.cache = path,
+            "--cache-bytes" => remote.cache_bytes = value.parse().ok()?,
+            "--authorities" => remote.authorities = path,
+            "--remote-patience-s" => {
+                let seconds = value.parse().ok().filter(|seconds| (1..=3600).contains(seconds))?;
+                remote.patience = Duration::from_secs(seconds);
             }
             "--disks" => {
                 disks = match *value {
@@ -88,16 +94,14 @@ fn parse(words: &[&str]) -> Option<Arguments> {
                     "probe" => Disks::Probe,
                     _ => return None,
                 };
-                continue;
             }
             _ => return None,
-        };
-        *place = Some(PathBuf::from(value));
+        }
     }
     let root: PathBuf = root?;
     let mount = mount.unwrap_or_else(|| root.join("mount"));
     let keeper = keeper.unwrap_or_else(|| root.join("keeper.sock"));
-    Some(Arguments { root, socket: socket?, mount, keeper, freeze_limit_bytes, disks })
+    Some(Arguments { root, socket: socket?, mount, keeper, freeze_limit_bytes, disks, remote })
 }
 
 fn serve(arguments: &Arguments) -> Result<()> {
@@ -106,7 +110,9 @@ fn serve(arguments: &Arguments) -> Result<()> {
     let limit = getrlimit(Resource::Nofile);
     setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, ..limit }).during("cannot raise the open files")?;
 
-    let node = Arc::new(Node::open(&arguments.root)?.limit_freezing(arguments.freeze_limit_bytes));
+    let node = Arc::new(
+        Node::open_with(&arguments.root, arguments.remote.clone())?.limit_freezing(arguments.freeze_limit_bytes),
+    );
     let options = Options::new(arguments.mount.clone(), arguments.keeper.clone());
     let (front, start) = Front::start(&options, Arc::clone(&node) as Arc<dyn Directory>)?;
     node.show_through(front);
@@ -141,6 +147,7 @@ fn serve(arguments: &Arguments) -> Result<()> {
         eprintln!("storaged: some requests of block devices are left to the next daemon");
     }
     node.flush_all();
+    node.keep_cached();
     Ok(())
 }
 

@@ -7,6 +7,7 @@ use serde_json::{Map, Value};
 
 use crate::error::{Code, Error, Left, Result};
 use crate::names::{Id, LayerName, Owner};
+use crate::remote::{Credentials, Digest, Source, Sums};
 
 pub const VERSION: u32 = 1;
 
@@ -66,6 +67,10 @@ pub enum Call {
     Owners {},
     Layers {},
     DeleteLayers { layers: Vec<LayerName> },
+    AddRemoteLayer { layer: LayerName, source: Source, size_bytes: u64, digest: Digest, block_sums: Option<Sums> },
+    DescribeLayer { layer: LayerName },
+    SetCredentials { address: String, path: String, credentials: Option<Credentials> },
+    FillLayers { layers: Vec<LayerName> },
     Statistics {},
     Drain {},
     Shutdown {},

@@ -52,7 +52,7 @@ impl Root {
             return Err(Error::new(Code::Conflict, format!("another daemon has {}", path.display())));
         }
         check_version(&path)?;
-        for name in ["layers", "uppers", "images", "merged", "temporary"] {
+        for name in ["layers", "uppers", "images", "merged", "remote", "temporary"] {
             make_directory(&path.join(name))?;
         }
         empty(&path.join("temporary"))?;
@@ -82,6 +82,11 @@ impl Root {
     /// Layers that are copies of others, merged.
     pub fn merged(&self) -> PathBuf {
         self.path.join("merged")
+    }
+
+    /// Records of layers that lie elsewhere.
+    pub fn remote(&self) -> PathBuf {
+        self.path.join("remote")
     }
 
     pub fn same_boot(&self) -> bool {

@@ -84,7 +84,7 @@ impl Stacks {
         if let Some(count) = counts().get(name) {
             return Ok(*count);
         }
-        let count = LayerFile::count(name, self.library.handle(name))?;
+        let count = LayerFile::count(name, self.library.content(name)?)?;
         let mut counts = counts();
         if counts.len() >= MAX_REMEMBERED {
             counts.clear();
@@ -101,7 +101,7 @@ impl Stacks {
         }
         let (mut layers, mut indexes) = (Vec::new(), Vec::new());
         for name in names {
-            let (layer, index) = LayerFile::open(name.clone(), self.library.handle(name))?;
+            let (layer, index) = LayerFile::open(name.clone(), &self.library.content(name)?)?;
             layers.push(layer);
             indexes.push(index);
         }

@@ -10,6 +10,8 @@ use std::sync::Arc;
 use layers::{Identity, LayerWriter, ReadAt, SECTOR};
 use rustix::fs::{Mode, OFlags, SeekFrom, open, seek};
 use rustix::io::Errno;
+use serde_json::{Value, json};
+use sha2::{Digest as _, Sha256};
 
 use crate::error::{Context, Error, Result};
 use crate::image::Parts;
@@ -17,6 +19,7 @@ use crate::layer::worded;
 use crate::library::Held;
 use crate::names::{Format, Id, LayerName};
 use crate::protocol::Stack;
+use crate::remote::{self, Digest, Sums};
 use crate::stack;
 
 const BUFFER: usize = 1 << 20;
@@ -91,6 +94,26 @@ pub fn import(parts: &Arc<Parts>, source: &Path, size_bytes: u64) -> Result<(Sta
         eprintln!("storaged: {} stays: {error}", source.display());
     }
     Ok((Stack { layers: vec![name], size_bytes }, held))
+}
+
+/// What others need to know of a layer to read it from elsewhere: its size, digest, and the sums of its blocks.
+///
+/// # Errors
+/// `not_found`; what reading it says.
+pub fn describe(parts: &Arc<Parts>, layer: &LayerName) -> Result<Value> {
+    let _held = parts.library.hold(std::slice::from_ref(layer))?;
+    let content = parts.library.content(layer)?;
+    let what = format_args!("layer {layer}").to_string();
+    let size_bytes = content.size().during(&what)?;
+    let (mut whole, mut sums, mut buf) = (Sha256::new(), Vec::new(), Vec::new());
+    for at in (0..size_bytes).step_by(usize::try_from(remote::BLOCK_BYTES).unwrap_or(usize::MAX)) {
+        buf.resize(usize::try_from(remote::BLOCK_BYTES.min(size_bytes - at)).unwrap_or(0), 0);
+        content.read_exact_at(&mut buf, at).during(&what)?;
+        whole.update(&buf);
+        sums.extend_from_slice(&Sha256::digest(&buf));
+    }
+    let digest = Digest(whole.finalize().into());
+    Ok(json!({ "size_bytes": size_bytes, "digest": digest, "block_sums": Sums::new(sums) }))
 }
 
 /// The first run at or behind *at* that is no hole.

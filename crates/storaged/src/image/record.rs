@@ -1,7 +1,7 @@
 //! What is kept of an image: one small file, whole or not there, and checked when it is read.
 
 use std::fs;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 
@@ -96,8 +96,16 @@ pub fn list(root: &Root) -> Result<Vec<Key>> {
 /// # Errors
 /// `corrupt` when it is not what was written, what the file system says.
 pub fn read<T: DeserializeOwned>(root: &Root, key: &Key) -> Result<T> {
-    let bytes = fs::read(key.path(root)).during("cannot read a record")?;
-    let damaged = || Error::corrupt(format!("the record of {key:?} is damaged"));
+    load(&key.path(root))
+}
+
+/// The record at *path*, which is none of an image.
+///
+/// # Errors
+/// As [`read`].
+pub fn load<T: DeserializeOwned>(path: &Path) -> Result<T> {
+    let bytes = fs::read(path).during("cannot read a record")?;
+    let damaged = || Error::corrupt(format!("the record {} is damaged", path.display()));
     let end = bytes.iter().position(|byte| *byte == b'\n').ok_or_else(damaged)?;
     let sum = format!("{:08x}\n", crc32c::crc32c(&bytes[..end]));
     if bytes[end + 1..] != *sum.as_bytes() {
@@ -106,12 +114,20 @@ pub fn read<T: DeserializeOwned>(root: &Root, key: &Key) -> Result<T> {
     serde_json::from_slice(&bytes[..end]).map_err(|_| damaged())
 }
 
+/// Puts a record at *path*. Durable when it returns.
+///
+/// # Errors
+/// As [`write`].
+pub fn save<T: Serialize>(root: &Root, path: &Path, record: &T) -> Result<()> {
+    root.replace(path, &encode(record)?)
+}
+
 /// Durable when it returns.
 ///
 /// # Errors
 /// What the file system says; the old record is then there, or the new one.
 pub fn write<T: Serialize>(root: &Root, key: &Key, record: &T) -> Result<()> {
-    root.replace(&key.path(root), &encode(record)?)
+    save(root, &key.path(root), record)
 }
 
 /// The same for as long as the host is up.

@@ -76,11 +76,19 @@ impl Node {
     /// # Errors
     /// As [`Root::open`].
     pub fn open(path: &Path) -> Result<Self> {
+        Self::open_with(path, crate::remote::Options::default())
+    }
+
+    /// The same, with *remote* for layers that lie elsewhere.
+    ///
+    /// # Errors
+    /// As [`Root::open`].
+    pub fn open_with(path: &Path, remote: crate::remote::Options) -> Result<Self> {
         let root = Arc::new(Root::open(path)?);
         if !root.same_boot() {
             upper::trim_all(&root)?;
         }
-        let library = Library::new(&root, OPEN_LAYERS);
+        let library = Library::new(&root, OPEN_LAYERS, remote)?;
         let parts = Arc::new(Parts { stacks: Stacks::new(&library), root, library });
         let images = load(&parts)?;
         if images.damaged.is_empty() {

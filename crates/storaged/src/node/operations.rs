@@ -260,6 +260,11 @@ impl Node {
         transfer::import(&self.parts, source, size_bytes)
     }
 
+    /// Makes durable what is cached of remote layers, so that the next daemon need not fetch it.
+    pub fn keep_cached(&self) {
+        self.parts.library.remotes().stop();
+    }
+
     /// Makes everything durable that was written to disks that are open.
     pub fn flush_all(&self) {
         let disks: Vec<_> = self.images().disks.values().cloned().collect();

@@ -11,6 +11,8 @@ use crate::fuse::Start;
 use crate::library::Held;
 use crate::names::LayerName;
 use crate::protocol::{Call, Stack};
+use crate::remote::Remote;
+use crate::transfer;
 
 /// One connection: what it made is held until it ends.
 #[derive(Default)]
@@ -146,6 +148,17 @@ impl Service {
                 let (deleted, bytes) = node.parts.library.delete(&layers)?;
                 Ok(json!({ "deleted": deleted, "bytes": bytes }))
             }
+            Call::AddRemoteLayer { layer, source, size_bytes, digest, block_sums } => {
+                let remote = Remote { source, size_bytes, digest, block_sums };
+                let held = node.parts.library.add_remote(&layer, &remote)?;
+                session.hold(layer, held);
+                Ok(json!({}))
+            }
+            Call::DescribeLayer { layer } => transfer::describe(&node.parts, &layer),
+            Call::SetCredentials { address, path, credentials } => {
+                node.parts.library.remotes().set_credentials(&address, &path, credentials).map(|()| json!({}))
+            }
+            Call::FillLayers { layers } => node.parts.library.remotes().fill(&layers).map(|()| json!({})),
             Call::Statistics {} => Ok(self.statistics()),
             Call::Freeze { owner, pid } => node.freeze(&owner, pid).map(|froze| {
                 let copy_ms = froze.took.as_secs_f64() * 1000.0;
@@ -205,6 +218,7 @@ impl Service {
             "open_layers": self.node.parts.library.open_files(),
             "index_bytes": self.node.parts.stacks.memory_bytes(),
             "running": work.running,
+            "remote": self.node.parts.library.remotes().statistics(),
             "calls": calls,
             "fuse": self.node.front().map(crate::fuse::Front::statistics),
             "ublk": self.node.blocks().map(crate::ublk::Front::statistics),
@@ -238,6 +252,10 @@ impl Session {
             self.held().insert(made.clone(), only);
         }
         json!({ "stack": stack })
+    }
+
+    fn hold(&self, layer: LayerName, held: Held) {
+        self.held().insert(layer, held);
     }
 
     fn release(&self, layers: &[LayerName]) {
@@ -277,6 +295,10 @@ fn name(call: &Call) -> &'static str {
         Call::Owners {} => "owners",
         Call::Layers {} => "layers",
         Call::DeleteLayers { .. } => "delete_layers",
+        Call::AddRemoteLayer { .. } => "add_remote_layer",
+        Call::DescribeLayer { .. } => "describe_layer",
+        Call::SetCredentials { .. } => "set_credentials",
+        Call::FillLayers { .. } => "fill_layers",
         Call::Statistics {} => "statistics",
         Call::Drain {} => "drain",
         Call::Shutdown {} => "shutdown",

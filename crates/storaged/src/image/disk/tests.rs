@@ -18,7 +18,7 @@ struct Bench {
 
 pub(super) fn parts(path: &std::path::Path) -> Arc<Parts> {
     let root = Arc::new(Root::open(path).unwrap());
-    let library = Library::new(&root, 3);
+    let library = Library::new(&root, 3, crate::remote::Options::default()).unwrap();
     Arc::new(Parts { stacks: Stacks::new(&library), root, library })
 }
 
@@ -227,7 +227,7 @@ fn a_damaged_layer_is_corrupt_for_what_needs_it() {
     let file = fs::OpenOptions::new().write(true).open(&path).unwrap();
     file.set_len(file.metadata().unwrap().len() - 1).unwrap();
     // Opened anew, with nothing remembered.
-    let library = Library::new(&bench.parts.root, 3);
+    let library = Library::new(&bench.parts.root, 3, crate::remote::Options::default()).unwrap();
     bench.parts = Arc::new(Parts { stacks: Stacks::new(&library), library, root: Arc::clone(&bench.parts.root) });
     bench.reopen();
     assert_eq!(bench.disk.open().err().map(|e| e.code), Some(Code::Corrupt));
