@@ -146,7 +146,7 @@ async def _node(settings: Settings) -> AsyncIterator[tuple[NodeService, Proxy]]:
         spares = Spares(vmm, slots, clock, runtime / "vm", ahead, balloon=storage.balloon_safe)
         metrics.register(NodeStatistics(slots.statistics, operations.statistics, store.statistics, spares.statistics))
         host = Host(
-            settings=_limits(settings, guest.kernel, guest.initramfs),
+            settings=_node_settings(settings, guest.kernel, guest.initramfs),
             clock=clock,
             store=store,
             registry=registry,
@@ -188,7 +188,7 @@ def _forget_connections(proxy: Proxy, before: Sandbox | None, after: Sandbox | N
         proxy.forget(before.id)
 
 
-def _limits(settings: Settings, kernel: Path, initramfs: Path) -> NodeSettings:
+def _node_settings(settings: Settings, kernel: Path, initramfs: Path) -> NodeSettings:
     bundle = settings.guest.ca_bundle
     try:
         ca_bundle = CaBundle.of(bundle.read_text()) if bundle is not None else None

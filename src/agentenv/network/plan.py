@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from agentenv.model.errors import NotFound
+from agentenv.network.contract import Slot
 from agentenv.network.settings import NetworkSettings
 
 UPLINK_NAME: Final = "up0"  # the slot's end of its link to the host
@@ -29,6 +30,10 @@ class SlotPlan:
     slot_end: IPv4Address
     host_mac: str
     slot_mac: str
+
+    def held_by(self, owner: str) -> Slot:
+        """What the contract tells of it while *owner* holds it."""
+        return Slot(index=self.index, address=self.address, netns=self.netns, owner=owner)
 
 
 @dataclass(frozen=True, slots=True)

@@ -241,8 +241,7 @@ class PooledSlots:
                 waiter.holding.set_exception(type(error)(error.message, hint=error.hint))
 
     def _slot(self, holding: Holding) -> Slot:
-        plan = self._plan.slot(holding.index)
-        return Slot(index=plan.index, address=plan.address, netns=plan.netns, owner=holding.owner)
+        return self._plan.slot(holding.index).held_by(holding.owner)
 
     async def _replace_policy(self, holding: Holding, policy: EgressPolicy) -> None:
         await self._workshop.replace_policy(self._plan.slot(holding.index), policy)

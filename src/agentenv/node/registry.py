@@ -7,7 +7,7 @@ deadlines, metrics) listens here: the only way up.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 import structlog
@@ -70,11 +70,7 @@ class Registry:
 
     async def apply(self, sandbox_id: SandboxId, event: Event, **changes: Any) -> Sandbox:
         """Move a sandbox along the lifecycle table, durably; raise `Conflict` for a move it may not make."""
-        async with self._locks.hold(sandbox_id):
-            before = self.get(sandbox_id)
-            after = dataclasses.replace(before, state=next_state(before.state, event), **changes)
-            await self._write(after)
-            return after
+        return await self._move(sandbox_id, event, changes)
 
     async def conclude(self, sandbox_id: SandboxId, event: Event, **changes: Any) -> Sandbox:
         """`apply`, even if the store cannot write now: then the move is seen in memory only.
@@ -82,11 +78,7 @@ class Registry:
         For outcomes that a restart arrives at from the older record by itself, such as a
         rollback: a full disk must not leave a sandbox half-way. The next write catches up.
         """
-        async with self._locks.hold(sandbox_id):
-            before = self.get(sandbox_id)
-            after = dataclasses.replace(before, state=next_state(before.state, event), **changes)
-            await self._write(after, needed=False)
-            return after
+        return await self._move(sandbox_id, event, changes, needed=False)
 
     async def change(self, sandbox_id: SandboxId, **changes: Any) -> Sandbox:
         """Change fields, durably, in whatever state the sandbox is."""
@@ -104,6 +96,15 @@ class Registry:
             before = self._sandboxes.pop(sandbox_id, None)
             if before is not None:
                 self._tell(before, None)
+
+    async def _move(
+        self, sandbox_id: SandboxId, event: Event, changes: Mapping[str, Any], *, needed: bool = True
+    ) -> Sandbox:
+        async with self._locks.hold(sandbox_id):
+            before = self.get(sandbox_id)
+            after = dataclasses.replace(before, state=next_state(before.state, event), **changes)
+            await self._write(after, needed=needed)
+            return after
 
     async def _write(self, after: Sandbox, *, needed: bool = True) -> None:
         """Write, and return only when it is known whether that happened, cancelled or not.

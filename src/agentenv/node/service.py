@@ -19,7 +19,7 @@ from agentenv.model.machine import Machine
 from agentenv.model.policy import EgressPolicy
 from agentenv.model.sandbox import CreateSandbox, Forked, OnTimeout, Sandbox
 from agentenv.model.snapshot import Snapshot, Source
-from agentenv.node import console, create, destroy, fork, give_up, machine, pause, resume, snapshot
+from agentenv.node import console, create, destroy, figures, fork, give_up, pause, resume, snapshot
 from agentenv.node.contract import LogLine, NodeInfo, Route, SignatureCheck, Tokens
 from agentenv.node.expire import Expiry
 from agentenv.node.host import Host
@@ -37,8 +37,8 @@ class NodeService:
 
     def __init__(self, host: Host) -> None:
         self._host = host
-        self._counts = machine.Counts()
-        self._gauge = machine.Gauge()
+        self._counts = figures.Counts()
+        self._gauge = figures.Gauge()
         self._stopping = False
         self._expiry = Expiry(
             host.clock,
@@ -250,7 +250,7 @@ class NodeService:
     # The node
 
     def info(self) -> NodeInfo:
-        return machine.info(self._host, self._counts, self._gauge, stopping=self._stopping)
+        return figures.info(self._host, self._counts, self._gauge, stopping=self._stopping)
 
     # Inside
 

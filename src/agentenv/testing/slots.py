@@ -103,8 +103,7 @@ class FakeSlots:
         self._pool.left(self._pool.leaving())
 
     def _slot(self, holding: Holding) -> Slot:
-        plan = self._plan.slot(holding.index)
-        return Slot(index=plan.index, address=plan.address, netns=plan.netns, owner=holding.owner)
+        return self._plan.slot(holding.index).held_by(holding.owner)
 
     def _fail(self, verb: str) -> None:
         error = self.failures.pop(verb, None)

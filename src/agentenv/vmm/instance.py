@@ -8,19 +8,18 @@ soon as there is space, as if nothing had happened.
 
 import asyncio
 import contextlib
-import os
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Final
 
 import structlog
 
-from agentenv.aio.failures import FULL, USED_UP
 from agentenv.aio.tasks import Tasks, to_its_end
-from agentenv.model.errors import AgentEnvError, Bug, Conflict, Exhausted, Invalid, NoSpace, Unavailable
+from agentenv.model.errors import AgentEnvError, Bug, Conflict, Invalid, Unavailable
 from agentenv.model.machine import BlockTarget, ProcessIdentity
 from agentenv.vmm.console import Console, OutputLog, tail
 from agentenv.vmm.contract import VmmExit, VmPlan
+from agentenv.vmm.device_state import save_device_state
 from agentenv.vmm.plan import DISK_DEVICE, block_node, monitor_path
 from agentenv.vmm.process import Process, kill_all
 from agentenv.vmm.qmp import Event, Monitor
@@ -28,7 +27,6 @@ from agentenv.vmm.qmp import Event, Monitor
 KILL_TIMEOUT_S: Final = 10.0
 _RETRY_S: Final = 1.0
 _QUIT_TIMEOUT_S: Final = 2.0
-_STATE_FD_SET: Final = 1
 _ENDED: Final = frozenset({"shutdown", "guest-panicked", "internal-error"})
 _NO_STATE: Final = frozenset({"inmigrate", "prelaunch"})
 
@@ -114,22 +112,11 @@ class QemuInstance:
                 raise
 
     async def save_device_state(self, path: Path) -> None:
-        """See `Instance`. `Conflict` if the VM runs; `NoSpace` when there is no room, and then *path* is not there.
-
-        QEMU writes into memory and this process into the file: QEMU says no more
-        than "I/O error" when a disk is full.
-        """
         self._check_usable()
         if await self._status() == "running":
             raise Conflict("device state is saved of a paused VM, and this one runs")
         self._check_usable()
-        memory = os.memfd_create("aenv-device-state", os.MFD_CLOEXEC)
-        try:
-            await self._save(memory)
-            # Not cut short: the thread works on a descriptor that is closed here.
-            await to_its_end("write device state", asyncio.to_thread(_write_out, memory, path))
-        finally:
-            os.close(memory)
+        await save_device_state(self._monitor, path)
 
     async def switch_disk(self, target: BlockTarget) -> None:
         if target.format != "qcow2":
@@ -197,23 +184,6 @@ class QemuInstance:
         # The event comes before the answer to any later command: nobody captures a guest that has powered off.
         if self._ending:
             raise Unavailable("the guest has ended itself")
-
-    async def _save(self, memory: int) -> None:
-        # Reopened: QEMU picks a descriptor of the set by its access mode.
-        write_only = os.open(f"/proc/self/fd/{memory}", os.O_WRONLY | os.O_CLOEXEC)
-        try:
-            await self._monitor.execute("add-fd", {"fdset-id": _STATE_FD_SET}, fds=(write_only,))
-        finally:
-            os.close(write_only)
-        try:
-            # Not "live": that would hand the disk over to another VMM, and a later switch of it would fail.
-            filename = f"/dev/fdset/{_STATE_FD_SET}"
-            await self._monitor.execute("xen-save-devices-state", {"filename": filename, "live": False})
-        finally:
-            with contextlib.suppress(AgentEnvError):
-                await self._monitor.execute("remove-fd", {"fdset-id": _STATE_FD_SET})
-        if os.fstat(memory).st_size == 0:
-            raise Bug("QEMU saved a device state of no bytes")
 
     async def _switch_disk(self, target: BlockTarget) -> None:
         present = await self._disk_node()
@@ -297,26 +267,3 @@ class QemuInstance:
 
 def _migration_ended(event: Event) -> bool:
     return event.name == "MIGRATION" and event.data.get("status") in ("completed", "failed", "cancelled")
-
-
-def _write_out(memory: int, path: Path) -> None:
-    try:
-        target = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-        try:
-            size, at = os.fstat(memory).st_size, 0
-            while at < size:
-                at += os.sendfile(target, memory, at, size - at)
-        finally:
-            os.close(target)
-    except OSError as error:
-        path.unlink(missing_ok=True)
-        raise _file_error(path, error) from error
-
-
-def _file_error(path: Path, error: OSError) -> AgentEnvError:
-    message = f"cannot write {path}: {error.strerror}"
-    if error.errno in FULL:
-        return NoSpace(message)
-    if error.errno in USED_UP:
-        return Exhausted(message)
-    return Bug(message)

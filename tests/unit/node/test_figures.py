@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from agentenv.node import machine
-from agentenv.node.machine import SAMPLE_EVERY_S, Gauge
+from agentenv.node import figures
+from agentenv.node.figures import SAMPLE_EVERY_S, Gauge
 from agentenv.testing.clock import JumpingClock
 from agentenv.testing.host import FakeHost
 
@@ -35,7 +35,7 @@ def test_a_mount_point_with_blanks_is_read(monkeypatch: pytest.MonkeyPatch, tmp_
 
     monkeypatch.setattr(Path, "read_text", fake_read_text)
 
-    (disk,) = machine._disks()
+    (disk,) = figures._disks()
 
     assert (disk.mount_point, disk.device) == (str(place), "/dev/vdz")
 
