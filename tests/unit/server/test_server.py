@@ -1,6 +1,7 @@
 """What the program decides itself: the domain that clients are told, and whose start-up lines are logged."""
 
 import asyncio
+import dataclasses
 import logging
 import os
 import signal
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 import structlog
 
+from agentenv.config import schema
 from agentenv.config.schema import Server, Settings
 from agentenv.listen import bind, heed_signals
 from agentenv.logs import set_up_logs
@@ -17,7 +19,7 @@ from agentenv.model.errors import Conflict, Invalid
 from agentenv.model.ids import new_sandbox_id
 from agentenv.proxy.inbound.serve import http_server
 from agentenv.proxy.route import ToSandbox, Via, route
-from agentenv.server import client_domain, key_origin
+from agentenv.server import _api, _limits, _network, _proxy, client_domain, key_origin
 
 
 def listening(host: str, port: int = 8123, *domains: str) -> Settings:
@@ -115,3 +117,67 @@ def test_libraries_do_not_announce_themselves(name: str, level: str) -> None:
     assert not logger.isEnabledFor(logging.INFO)
     assert logger.isEnabledFor(logging.WARNING) is (level != "error")
     assert logger.isEnabledFor(logging.ERROR)
+
+
+def part(settings: Settings, section: str) -> object:
+    """What the part of the server that *section* is about is given."""
+    key = "k" * 40
+    match section:
+        case "sandbox" | "guest":
+            return _limits(settings, Path("kernel"), Path("initramfs"))
+        case "network":
+            return _network(settings)
+        case "proxy":
+            return _proxy(settings, key)
+        case _:
+            return _api(settings, key)
+
+
+RENAMED = {  # where the part has another word for it
+    "sandbox.auto_resume_min_timeout_s": "auto_resume_timeout_s",
+    "guest.init_timeout_s": "agent_timeout_s",
+}
+ELSEWHERE = {"guest.image_dir", "guest.ca_bundle"}  # are looked for, and read
+OTHER: dict[str, object] = {  # of those that are not numbers
+    "network.name_prefix": "other",
+    "network.address_cidr": "10.201.0.0/16",
+    "network.veth_cidr": "10.202.0.0/16",
+    "network.max_slots": 17,
+    "network.always_denied": ["10.0.0.0/8"],
+    "network.allow_private": ["10.7.0.0/16"],
+    "network.dns_upstreams": ["192.0.2.1"],
+    "network.mtu": 1400,
+}
+
+
+def numbered(section: str) -> Iterator[tuple[str, object]]:
+    """Every setting of *section*, with a value that is not its default."""
+    for name, field in schema.Settings.model_fields[section].annotation.model_fields.items():  # type: ignore[union-attr]
+        path = f"{section}.{name}"
+        if path not in ELSEWHERE:
+            yield path, OTHER[path] if path in OTHER else field.default - 1 if field.default > 1 else field.default / 2
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        *(setting for section in ("sandbox", "guest", "network", "proxy") for setting in numbered(section)),
+        ("limits.max_body_bytes", 4096),
+        ("limits.body_timeout_s", 7.5),
+        ("node.cluster_id", "00000000-0000-4000-8000-000000000007"),
+        ("node.service_instance_id", "00000000-0000-4000-8000-000000000008"),
+    ],
+)
+def test_what_an_operator_sets_reaches_the_part_that_it_is_about(path: str, value: object) -> None:
+    section, name = path.split(".")
+    settings = Settings.model_validate({section: {name: value}})
+    default = part(Settings(), section)
+    attribute = RENAMED.get(path, name)
+
+    given = part(settings, section)
+
+    assert getattr(given, attribute) == getattr(getattr(settings, section), name) != getattr(default, attribute)
+    same = {"service_instance_id", attribute}
+    for other in dataclasses.fields(given):  # type: ignore[arg-type]
+        if other.name not in same:
+            assert getattr(given, other.name) == getattr(default, other.name)
