@@ -1,9 +1,9 @@
 """The main job, end to end, with the official E2B SDK against a server of ours.
 
 A project with a failing test goes into a sandbox. The sandbox is forked three ways,
-each fork gets a different patch, and the tests say which patch wins. Another
-sandbox is paused in the middle of counting and goes on where it was. Ports inside
-are reached over HTTP and WebSocket. Each step prints how long it took.
+each fork gets a different patch, and the tests say which patch wins. The sandbox is
+then paused in the middle of counting and goes on where it was. Ports inside are
+reached over HTTP and WebSocket. Each step prints how long it took.
 
 Needs E2B_API_URL, E2B_SANDBOX_URL and E2B_API_KEY, and a template called `base`.
 """
