@@ -42,7 +42,9 @@ NETNS = "aenv-bench-floor"
 FD_SET = "state"
 PAGE = 4096
 TB_SIZE_MIB = Vmm().tb_size_mib  # as the server has it
-IDLE_S = 10.0
+SETTLE_S = 5.0
+"""After its first answer a guest still does what it was restored to do: not idling yet, here or in a sandbox."""
+IDLE_S = 15.0
 Ask = Callable[..., object]
 
 
@@ -176,6 +178,7 @@ def _once(server: Server, snapshot: Snapshot, work: Path, *, idle_s: float = 0.0
 
 
 def _idle_pct(pid: int, seconds: float) -> float:
+    time.sleep(SETTLE_S)
     before = process_cpu_s(pid)
     time.sleep(seconds)  # idling is what is measured
     return 100 * (process_cpu_s(pid) - before) / seconds
