@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from tests.capabilities import BASE_ROOTFS, GUEST_DIR, QEMU, REPO
-from tests.server import Server, leaks
+from tests.server import Server, alone_at, leaks
 
 HOMES = REPO / ".cache/tests"
 SUITES = "suites"  # the home that suites share: they run one after the other, and leave it as they found it
@@ -30,23 +30,24 @@ def running_server(
     Each suite has a *prefix* and a *net* of its own: one that was ended by force blocks no other.
     """
     server = Server(home=home_of(name), runtime=Path(f"/run/aenv-test-{prefix}"), prefix=prefix, net=net)
-    shutil.rmtree(server.runtime, ignore_errors=True)
-    server.start()
-    try:
-        server.delete_all()
-        ensure_template(server, template)
-        yield server
-        server.delete_all()
-    finally:
-        server.stop()
-        left = leaks(server)
+    with alone_at(server.runtime):
         shutil.rmtree(server.runtime, ignore_errors=True)
-        problems = {
-            kind: sorted(items)
-            for kind in ("processes", "namespaces", "links", "mounts", "loops", "tables", "sockets")
-            if (items := getattr(left, kind))
-        }
-        assert not problems, problems
+        server.start()
+        try:
+            server.delete_all()
+            ensure_template(server, template)
+            yield server
+            server.delete_all()
+        finally:
+            server.stop()
+            left = leaks(server)
+            shutil.rmtree(server.runtime, ignore_errors=True)
+            problems = {
+                kind: sorted(items)
+                for kind in ("processes", "namespaces", "links", "mounts", "loops", "tables", "sockets")
+                if (items := getattr(left, kind))
+            }
+            assert not problems, problems
 
 
 def home_of(name: str) -> Path:
@@ -93,12 +94,13 @@ def running_on(disk: Path, *, prefix: str, net: int) -> Iterator[Server]:
         files=disk.parent,
     )
     subprocess.run(["cp", "-a", "--sparse=always", str(home_of(SUITES)), str(server.home)], check=True)
-    shutil.rmtree(server.runtime, ignore_errors=True)
-    try:
-        yield server.start()
-        server.delete_all()
-    finally:
-        server.stop()
-        for process in leaks(server).processes:  # of a test that failed: they hold the disk
-            os.kill(int(process.split()[0]), signal.SIGKILL)
+    with alone_at(server.runtime):
         shutil.rmtree(server.runtime, ignore_errors=True)
+        try:
+            yield server.start()
+            server.delete_all()
+        finally:
+            server.stop()
+            for process in leaks(server).processes:  # of a test that failed: they hold the disk
+                os.kill(int(process.split()[0]), signal.SIGKILL)
+            shutil.rmtree(server.runtime, ignore_errors=True)

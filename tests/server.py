@@ -4,6 +4,7 @@ Also the leak checker: what an AgentENV server may leave on a host, listed. Afte
 test that deleted its sandboxes the list must be what it was before.
 """
 
+import fcntl
 import json
 import os
 import re
@@ -27,6 +28,21 @@ READY_S = 120.0
 MOST_WARM_SLOTS = 30  # network.warm_high, those being made or with a spare VMM in them, and the resolver's link
 # Off the default ranges, so that a server of the person at this machine goes on undisturbed.
 NETWORK = 'name_prefix = "{prefix}"\naddress_cidr = "10.{net}.0.0/16"\nveth_cidr = "10.{veth_net}.0.0/16"\n'
+
+
+@contextmanager
+def alone_at(runtime: Path) -> Iterator[None]:
+    """Hold what a server with this runtime directory uses of the host: addresses, links, tables.
+
+    Two runs of a suite, of whatever checkouts, are one after the other: the second waits in here.
+    """
+    with runtime.with_suffix(".lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print(f"waiting for another run that uses {runtime}", file=sys.stderr, flush=True)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 @dataclass

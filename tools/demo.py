@@ -13,19 +13,27 @@ from pathlib import Path
 
 from tests.capabilities import BASE_ROOTFS, REPO
 from tests.running import HOMES, home_of
-from tests.server import Server, leaks
+from tests.server import Server, alone_at, leaks
 
 PREFIX = "aed"
 NET = 113  # beside a server under test, and beside one with the default ranges
 LEFT = ("processes", "namespaces", "links", "mounts", "loops", "tables", "sockets")
 
 
+RUNTIME = Path("/run/aenv-demo")
+
+
 def main() -> int:
+    with alone_at(RUNTIME):
+        return demo()
+
+
+def demo() -> int:
     home = home_of("demo")
     for older in HOMES.glob("demo-*"):
         if older != home:  # made with another guest or another QEMU: nothing of it loads any more
             shutil.rmtree(older)
-    server = Server(home=home, runtime=Path("/run/aenv-demo"), prefix=PREFIX, net=NET)
+    server = Server(home=home, runtime=RUNTIME, prefix=PREFIX, net=NET)
     shutil.rmtree(server.runtime, ignore_errors=True)
     started = time.monotonic()
     status = 1

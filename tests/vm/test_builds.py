@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.capabilities import BASE_ROOTFS, REPO
-from tests.server import Leaks, Server, leaks, left_after
+from tests.server import Leaks, Server, alone_at, leaks, left_after
 
 pytestmark = [
     pytest.mark.vm,
@@ -26,13 +26,14 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """On a home of its own, since it counts every file there; it needs no template."""
     home = tmp_path_factory.mktemp("builds") / "home"
     server = Server(home=home, runtime=Path("/run/aenv-test-aeu"), prefix="aeu", net=127)
-    shutil.rmtree(server.runtime, ignore_errors=True)
-    try:
-        yield server.start()
-    finally:
-        server.stop()
-        left = leaks(server)
+    with alone_at(server.runtime):
         shutil.rmtree(server.runtime, ignore_errors=True)
+        try:
+            yield server.start()
+        finally:
+            server.stop()
+            left = leaks(server)
+            shutil.rmtree(server.runtime, ignore_errors=True)
     assert not any((left.processes, left.namespaces, left.links, left.tables, left.mounts)), left
 
 
