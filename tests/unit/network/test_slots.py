@@ -276,14 +276,12 @@ async def test_a_namespace_that_is_gone_cannot_be_adopted_and_its_remains_go(
 
 
 VICTIM = """
-import asyncio, structlog, sys
+import asyncio, sys
 from pathlib import Path
 from agentenv.logs import only_problems
 from agentenv.model.policy import EgressPolicy
 from agentenv.network.settings import NetworkSettings
 from agentenv.network.slots import NetworkSlots
-
-structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))  # not among what is printed here
 
 async def main():
     only_problems()  # its standard output is what the test reads

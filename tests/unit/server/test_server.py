@@ -19,7 +19,7 @@ from agentenv.model.errors import Conflict, Invalid
 from agentenv.model.ids import new_sandbox_id
 from agentenv.proxy.inbound.serve import http_server
 from agentenv.proxy.route import ToSandbox, Via, route
-from agentenv.server import _api, _limits, _network, _proxy, client_domain, key_origin
+from agentenv.server import _api, _network, _node_settings, _proxy, client_domain, key_origin
 
 
 def listening(host: str, port: int = 8123, *domains: str) -> Settings:
@@ -124,7 +124,7 @@ def part(settings: Settings, section: str) -> object:
     key = "k" * 40
     match section:
         case "sandbox" | "guest":
-            return _limits(settings, Path("kernel"), Path("initramfs"))
+            return _node_settings(settings, Path("kernel"), Path("initramfs"))
         case "network":
             return _network(settings)
         case "proxy":
