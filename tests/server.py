@@ -229,8 +229,15 @@ def leaks(server: Server) -> Leaks:
 
     VMMs that wait for a sandbox are its own for as long as it runs, and are left out then.
     """
+    while True:
+        waiting = _spare_dirs(server)
+        found = _leaks(server, waiting)
+        if _spare_dirs(server) <= waiting:  # else one was started meanwhile, and is half in the list
+            return found
+
+
+def _leaks(server: Server, waiting: frozenset[str]) -> Leaks:
     runtime, home = str(server.runtime), server.home
-    waiting = _spare_dirs(server)
     links = {line.split(":")[1].strip().split("@")[0] for line in _lines("ip", "-o", "link")}
     return Leaks(
         processes=frozenset(_processes(runtime, waiting)),
