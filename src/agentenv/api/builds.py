@@ -70,7 +70,7 @@ class BuildRoutes:
         events: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
         with ExitStack() as place:
             begun = place.enter_context(self._builder.begin(spec))
-            archive = await self._uploads.receive(request)
+            archive = await begun.receive(lambda: self._uploads.receive(request))
             building = spawn(f"build {spec.name}", self._run(begun, archive, events, place.pop_all()))
         return _Watched(_lines(events), building)
 

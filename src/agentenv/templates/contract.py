@@ -1,11 +1,11 @@
 """What the edges may ask of template builds."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 from agentenv.model.machine import Machine
 from agentenv.model.snapshot import Snapshot
@@ -40,6 +40,13 @@ Progress: TypeAlias = Callable[[BuildEvent], None]
 
 class Build(Protocol):
     """One build that has its place."""
+
+    async def receive(self, upload: Callable[[], Coroutine[Any, Any, Path]]) -> Path:
+        """The archive that *upload* returns, waited for as a part of the build: calling the build off ends it.
+
+        Raises what *upload* raises, and `Conflict` when the build was called off. Called once, before `run`.
+        """
+        ...
 
     async def run(self, archive: Path, progress: Progress) -> Snapshot:
         """Make a template of the root filesystem in *archive* (a tar, or a directory). Called once.

@@ -5,16 +5,19 @@ its turn; until then it waits in order, as long as few enough do.
 """
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeVar
 
 from agentenv.model.errors import Conflict, DeadlineExceeded, Exhausted
 from agentenv.model.snapshot import Snapshot
 from agentenv.node.host import Host
 from agentenv.templates.build import build, check
 from agentenv.templates.contract import Build, BuildEvent, BuildSpec, Progress
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,11 +79,18 @@ class _Build:
         self._key = f"build {spec.name}"
         self._is_cancelled = False
 
+    async def receive(self, upload: Callable[[], Coroutine[Any, Any, Path]]) -> Path:
+        # Not only its silence ends it: a client that sends too slowly to matter would keep the name for ever.
+        return await self._until_called_off("upload", upload)
+
     async def run(self, archive: Path, progress: Progress) -> Snapshot:
+        return await self._until_called_off("build", lambda: self._in_turn(archive, progress))
+
+    async def _until_called_off(self, name: str, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
         try:
             if self._is_cancelled:
                 raise self._called_off()
-            return await self._host.operations.run(self._key, "build", lambda: self._in_turn(archive, progress))
+            return await self._host.operations.run(self._key, name, work)
         except asyncio.CancelledError:
             await self.cancel()  # nobody waits for it any more
             raise

@@ -3,7 +3,7 @@
 import asyncio
 import json
 import socket
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,7 @@ class FakeBuilder:
         self.under_way: list[str] = []
         self.cancelled: list[str] = []
         self.started = asyncio.Event()
+        self.receiving: asyncio.Queue[asyncio.Future[Path]] = asyncio.Queue()
         self.hold: asyncio.Event | None = None
 
     @contextmanager
@@ -49,8 +50,10 @@ class FakeBuilder:
         if self.refusal is not None:
             raise self.refusal
         self.under_way.append(spec.name)
-        yield FakeBuild(self, spec)
-        self.under_way.remove(spec.name)
+        try:
+            yield FakeBuild(self, spec)
+        finally:
+            self.under_way.remove(spec.name)
 
     async def cancel(self, name: str) -> bool:
         self.cancelled.append(name)
@@ -60,6 +63,11 @@ class FakeBuilder:
 class FakeBuild:
     def __init__(self, builder: FakeBuilder, spec: BuildSpec) -> None:
         self.builder, self.spec = builder, spec
+
+    async def receive(self, upload: Callable[[], Coroutine[Any, Any, Path]]) -> Path:
+        receiving = asyncio.ensure_future(upload())
+        self.builder.receiving.put_nowait(receiving)
+        return await receiving
 
     async def run(self, archive: Path, progress: Progress) -> Snapshot:
         self.builder.built.append((self.spec, archive.read_bytes()))
@@ -190,6 +198,28 @@ async def test_an_upload_that_breaks_off_builds_nothing_and_leaves_nothing(
     await app(request_scope("POST", "/templates/rootfs") | {"query_string": b"name=mine"}, receive, send)
 
     assert builder.built == []
+    assert list(tmp_path.iterdir()) == []
+
+
+async def test_the_upload_is_the_builds_to_end(app: FastAPI, builder: FakeBuilder, tmp_path: Path) -> None:
+    """A client that sends a byte a minute is never silent: whoever calls the build off must reach its upload."""
+    messages: list[Message] = [{"type": "http.request", "body": ARCHIVE, "more_body": True}]
+
+    async def receive() -> Message:
+        if not messages:
+            await asyncio.Event().wait()
+        return messages.pop()
+
+    async def send(message: Message) -> None: ...
+
+    asking = asyncio.create_task(
+        app(request_scope("POST", "/templates/rootfs") | {"query_string": b"name=mine"}, receive, send)
+    )
+    (await builder.receiving.get()).cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asking
+
+    assert builder.under_way == []
     assert list(tmp_path.iterdir()) == []
 
 

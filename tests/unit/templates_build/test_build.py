@@ -289,6 +289,31 @@ async def test_a_build_is_called_off_while_it_waits_for_its_upload(fake: FakeHos
     assert not await builder.cancel("mine")
 
 
+async def test_an_upload_that_does_not_end_is_called_off_and_frees_the_name(fake: FakeHost, archive: Path) -> None:
+    builder = TemplateBuilder(fake.host, LIMITS)
+    begun, unwound = asyncio.Event(), asyncio.Event()
+
+    async def trickle() -> Path:
+        try:
+            begun.set()
+            await asyncio.Event().wait()
+        finally:
+            unwound.set()
+        return archive
+
+    async def ask() -> None:
+        with builder.begin(SPEC) as build:
+            await build.receive(trickle)
+
+    asking = asyncio.create_task(ask())
+    await begun.wait()
+    assert await builder.cancel("mine")
+    assert unwound.is_set()
+    with pytest.raises(Conflict, match="called off"):
+        await asking
+    await make(fake, archive, builder=builder)
+
+
 async def test_a_build_that_waits_for_its_turn_can_be_called_off(fake: FakeHost, archive: Path) -> None:
     builder = TemplateBuilder(fake.host, replace(LIMITS, max_running=1))
     with fake.taps.always("guest.freeze", Trip()) as held:
