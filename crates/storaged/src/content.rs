@@ -7,6 +7,7 @@ use layers::ReadAt;
 
 use crate::device::Answer;
 use crate::files::Shared;
+use crate::reading::Caching;
 use crate::remote::SharedObject;
 
 #[derive(Clone)]
@@ -20,9 +21,9 @@ impl Content {
     ///
     /// # Errors
     /// As [`ReadAt::read_exact_at`].
-    pub fn read_now(&self, buf: &mut [u8], offset: u64) -> io::Result<Answer> {
+    pub fn read_now(&self, buf: &mut [u8], offset: u64, caching: Caching) -> io::Result<Answer> {
         match self {
-            Self::Local(file) => file.0.read_now(buf, offset),
+            Self::Local(file) => file.0.read_now(buf, offset, caching),
             Self::Remote(object) => object.0.read_now(buf, offset),
         }
     }

@@ -7,7 +7,7 @@ use std::collections::VecDeque;
 use std::fs::File;
 use std::io::{self, IoSliceMut};
 use std::path::PathBuf;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, RwLock, RwLockReadGuard, Weak};
 
 use layers::ReadAt;
@@ -15,6 +15,7 @@ use rustix::fs::{Advice, fadvise};
 use rustix::io::{Errno, ReadWriteFlags, preadv2};
 
 use crate::device::Answer;
+use crate::reading::Caching;
 
 /// At most so many are open at once, apart from those being read at this moment.
 pub struct Files {
@@ -28,8 +29,15 @@ pub struct Handle {
     path: PathBuf,
     file: RwLock<Option<File>>,
     used: AtomicBool,
+    /// Memory images that are made of it.
+    images: AtomicUsize,
     files: Arc<Files>,
 }
+
+/// `RWF_DONTCACHE`, Linux 6.14: what a read brought into the page cache leaves it again.
+const DONT_CACHE: ReadWriteFlags = ReadWriteFlags::from_bits_retain(0x80);
+/// Whether this kernel, and each file system that was asked, knows it.
+static KNOWS_DONT_CACHE: AtomicBool = AtomicBool::new(true);
 
 impl Files {
     pub fn new(limit: usize) -> Arc<Self> {
@@ -38,7 +46,13 @@ impl Files {
 
     /// A file that exists at *path* and never changes. It is opened when it is read.
     pub fn handle(self: &Arc<Self>, path: PathBuf) -> Arc<Handle> {
-        Arc::new(Handle { path, file: RwLock::new(None), used: AtomicBool::new(false), files: Arc::clone(self) })
+        Arc::new(Handle {
+            path,
+            file: RwLock::new(None),
+            used: AtomicBool::new(false),
+            images: AtomicUsize::new(0),
+            files: Arc::clone(self),
+        })
     }
 
     /// How many are open.
@@ -96,8 +110,35 @@ impl Handle {
     ///
     /// # Errors
     /// As [`ReadAt::read_exact_at`].
-    pub fn read_now(self: &Arc<Self>, buf: &mut [u8], offset: u64) -> io::Result<Answer> {
-        read_cached(self.get()?.file(), buf, offset)
+    pub fn read_now(self: &Arc<Self>, buf: &mut [u8], offset: u64, caching: Caching) -> io::Result<Answer> {
+        read_cached(self.get()?.file(), buf, offset, caching)
+    }
+
+    /// Fills *buf* with the bytes from *offset* on, and leaves none of them in the page cache that were not there.
+    ///
+    /// # Errors
+    /// As [`ReadAt::read_exact_at`].
+    pub fn read_past_cache(self: &Arc<Self>, buf: &mut [u8], offset: u64) -> io::Result<()> {
+        let open = self.get()?;
+        let mut done = 0;
+        while done < buf.len() && KNOWS_DONT_CACHE.load(Ordering::Relaxed) {
+            let rest = &mut [IoSliceMut::new(&mut buf[done..])];
+            match preadv2(open.file(), rest, offset + done as u64, DONT_CACHE) {
+                Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
+                Ok(read) => done += read,
+                Err(Errno::INTR) => (),
+                Err(Errno::OPNOTSUPP | Errno::INVAL) => KNOWS_DONT_CACHE.store(false, Ordering::Relaxed),
+                Err(e) => return Err(e.into()),
+            }
+        }
+        if done < buf.len() {
+            let (offset, rest) = (offset + done as u64, &mut buf[done..]);
+            ReadAt::read_exact_at(open.file(), rest, offset)?;
+            let length = std::num::NonZeroU64::new(rest.len() as u64);
+            // Advice: it costs room and no bytes if it is not taken.
+            let _ = fadvise(open.file(), offset, length, Advice::DontNeed);
+        }
+        Ok(())
     }
 
     /// Says that the range will be read soon.
@@ -106,6 +147,20 @@ impl Handle {
             // Advice: whatever is wrong shows when it is read.
             let _ = fadvise(open.file(), offset, Some(length), Advice::WillNeed);
         }
+    }
+
+    /// One more memory image is made of it, or one less.
+    pub fn count_image(&self, more: bool) {
+        if more {
+            self.images.fetch_add(1, Ordering::Relaxed);
+        } else {
+            self.images.fetch_sub(1, Ordering::Relaxed);
+        }
+    }
+
+    /// Whether no more than one memory image is made of it: that one keeps all that it reads.
+    pub fn has_one_image(&self) -> bool {
+        self.images.load(Ordering::Relaxed) <= 1
     }
 }
 
@@ -121,12 +176,15 @@ impl Open<'_> {
 ///
 /// # Errors
 /// As [`ReadAt::read_exact_at`].
-pub fn read_cached(file: &File, buf: &mut [u8], offset: u64) -> io::Result<Answer> {
+pub fn read_cached(file: &File, buf: &mut [u8], offset: u64, caching: Caching) -> io::Result<Answer> {
     if buf.is_empty() {
         return Ok(Answer::Done);
     }
     let length = buf.len();
-    match preadv2(file, &mut [IoSliceMut::new(buf)], offset, ReadWriteFlags::NOWAIT) {
+    // Even a read that does not wait makes the kernel fetch what is not there.
+    let pass = caching == Caching::Pass && KNOWS_DONT_CACHE.load(Ordering::Relaxed);
+    let flags = ReadWriteFlags::NOWAIT | if pass { DONT_CACHE } else { ReadWriteFlags::empty() };
+    match preadv2(file, &mut [IoSliceMut::new(buf)], offset, flags) {
         Ok(read) if read == length => Ok(Answer::Done),
         // Too little: not all of it is cached, or the file ends, which a blocking read tells apart.
         Ok(_) | Err(Errno::AGAIN | Errno::OPNOTSUPP | Errno::INTR | Errno::NOSYS) => Ok(Answer::WouldWait),
@@ -180,7 +238,7 @@ mod tests {
         std::fs::write(&path, [1; 8])?;
         let handle = Files::new(1).handle(path);
         let mut buf = [0; 16];
-        assert_eq!(handle.read_now(&mut buf, 0)?, Answer::WouldWait);
+        assert_eq!(handle.read_now(&mut buf, 0, Caching::Keep)?, Answer::WouldWait);
         let short = Shared(handle).read_exact_at(&mut buf, 0);
         assert_eq!(short.err().map(|e| e.kind()), Some(io::ErrorKind::UnexpectedEof));
         Ok(())

@@ -9,6 +9,7 @@ use crate::content::Content;
 use crate::device::Answer;
 use crate::error::{Code, Context, Error, Result};
 use crate::names::{Format, LayerName};
+use crate::reading::{Caching, Store};
 use crate::remote::Failure;
 
 /// Memory is mapped by pages; a layer that maps less cannot be one of memory.
@@ -70,38 +71,58 @@ impl LayerFile {
         &self.name
     }
 
-    /// Fills *buf* with data from byte *offset* of the layer's file.
-    ///
-    /// # Errors
-    /// Whatever the file system says; `InvalidData` for wrong bytes, `UnexpectedEof` for missing ones.
-    pub fn read(&self, buf: &mut [u8], offset: u64) -> io::Result<()> {
-        match self.source.read_exact_at(buf, offset) {
-            Err(error) if self.source.distrust(&error, offset, buf.len()) => self.source.read_exact_at(buf, offset),
+    /// One more memory image is made of it, or one less.
+    pub fn count_image(&self, more: bool) {
+        if let Source::Plain(Content::Local(file)) = &self.source {
+            file.0.count_image(more);
+        }
+    }
+
+    /// How a memory image reads it. If it alone does, what it has read is in its own pages; others
+    /// profit from what is kept.
+    pub fn caching(&self) -> Caching {
+        match &self.source {
+            Source::Plain(Content::Local(file)) if file.0.has_one_image() => Caching::Pass,
+            // What is kept of a compressed one is no copy, and what is kept of a remote one need not be fetched again.
+            _ => Caching::Keep,
+        }
+    }
+}
+
+impl Store for LayerFile {
+    fn read(&self, buf: &mut [u8], at: u64, caching: Caching) -> io::Result<()> {
+        if let (Source::Plain(Content::Local(file)), Caching::Pass) = (&self.source, caching) {
+            return file.0.read_past_cache(buf, at);
+        }
+        match self.source.read_exact_at(buf, at) {
+            Err(error) if self.source.distrust(&error, at, buf.len()) => self.source.read_exact_at(buf, at),
             other => other,
         }
     }
 
-    /// The same if it takes no wait for a disk.
-    ///
-    /// # Errors
-    /// As [`LayerFile::read`].
-    pub fn read_now(&self, buf: &mut [u8], offset: u64) -> io::Result<Answer> {
+    fn read_now(&self, buf: &mut [u8], at: u64, caching: Caching) -> io::Result<Answer> {
         match &self.source {
-            Source::Plain(file) => file.read_now(buf, offset),
+            Source::Plain(file) => file.read_now(buf, at, caching),
             // What it takes is known only when the compressed bytes are there.
             Source::Compressed(_) => Ok(Answer::WouldWait),
         }
     }
 
-    /// Says that *length* bytes at *offset* will be read soon.
-    pub fn expect(&self, offset: u64, length: u64) {
-        match &self.source {
-            Source::Plain(file) => file.expect(offset, length),
-            Source::Compressed(zfile) => {
-                let range = zfile.compressed_range(offset..offset.saturating_add(length));
-                zfile.source().expect(range.start, range.end - range.start);
+    fn begin(&self, buf: &mut [u8], at: u64, caching: Caching) -> io::Result<Answer> {
+        let answer = self.read_now(buf, at, caching)?;
+        if answer == Answer::WouldWait {
+            let range = at..at.saturating_add(buf.len() as u64);
+            match &self.source {
+                // The kernel fetches by itself what it did not have.
+                Source::Plain(Content::Local(_)) => (),
+                Source::Plain(file) => file.expect(range.start, range.end - range.start),
+                Source::Compressed(zfile) => {
+                    let there = zfile.compressed_range(range);
+                    zfile.source().expect(there.start, there.end - there.start);
+                }
             }
         }
+        Ok(answer)
     }
 }
 

@@ -20,6 +20,7 @@ pub mod memory;
 pub mod names;
 pub mod node;
 pub mod protocol;
+pub mod reading;
 pub mod remote;
 pub mod root;
 pub mod server;

@@ -18,6 +18,7 @@ use crate::layer::{LayerFile, MAX_SIZE_BYTES, worded};
 use crate::library::Library;
 use crate::names::LayerName;
 use crate::protocol::Stack;
+use crate::reading::{self, Caching, Part, split};
 
 /// More than a sane chain has; bounds what one attachment may cost.
 pub const MAX_LAYERS: usize = 1024;
@@ -37,7 +38,12 @@ pub struct View {
     /// Newest first.
     tiers: Vec<Arc<Tier>>,
     pub size_bytes: u64,
+    /// For a memory image, which keeps what it reads in pages of its own.
+    image: Option<Arc<CountedImage>>,
 }
+
+/// Each of the layers counts as many memory images as there are of these.
+struct CountedImage(Vec<Arc<LayerFile>>);
 
 /// All stacks that are in use.
 pub struct Stacks {
@@ -70,7 +76,7 @@ impl Stacks {
         for group in groups(&counts).into_iter().rev() {
             tiers.push(self.tier(&stack.layers[group])?);
         }
-        let view = View { tiers, size_bytes: stack.size_bytes };
+        let view = View { tiers, size_bytes: stack.size_bytes, image: None };
         if let Some(layer) = view.layers().find(|layer| layer.size_bytes > stack.size_bytes) {
             let message = format!("layer {} is larger than the stack's {} bytes", layer.name(), stack.size_bytes);
             return Err(Error::invalid(message));
@@ -173,13 +179,24 @@ impl View {
         self.tiers.iter().flat_map(|tier| &tier.layers)
     }
 
+    /// The same as a memory image shows it.
+    #[must_use]
+    pub fn of_image(self) -> Self {
+        let layers: Vec<_> = self.layers().cloned().collect();
+        for layer in &layers {
+            layer.count_image(true);
+        }
+        Self { image: Some(Arc::new(CountedImage(layers))), ..self }
+    }
+
     /// Fills *buf* from byte *offset* on; sectors that nothing maps are zeros.
     ///
     /// # Errors
     /// Whatever reading a layer says.
     pub fn read(&self, buf: &mut [u8], offset: u64) -> io::Result<()> {
-        self.expect(buf.len(), offset);
-        read(&self.tiers, buf, offset, &mut |layer, buf, at| layer.read(buf, at).map(|()| Answer::Done)).map(|_| ())
+        let mut parts = Vec::new();
+        self.parts(buf, offset, &mut parts)?;
+        reading::read(parts)
     }
 
     /// The same if it takes no wait for a disk.
@@ -187,22 +204,17 @@ impl View {
     /// # Errors
     /// As [`View::read`].
     pub fn read_now(&self, buf: &mut [u8], offset: u64) -> io::Result<Answer> {
-        read(&self.tiers, buf, offset, &mut |layer, buf, at| layer.read_now(buf, at))
+        let mut parts = Vec::new();
+        self.parts(buf, offset, &mut parts)?;
+        reading::read_now(parts)
     }
 
-    /// What lies in many places is fetched from all of them at once, instead of one after the other.
-    fn expect(&self, length: usize, offset: u64) {
-        let Some(top) = self.tiers.first() else { return };
-        let range = offset / SECTOR..(offset + length as u64).div_ceil(SECTOR);
-        let mut places = top.index.pieces(range).filter_map(|piece| match piece.place {
-            Place::Data { tag, moffset } => Some((tag, moffset, piece.length)),
-            _ => None,
-        });
-        if let (Some(first), Some(second)) = (places.next(), places.next()) {
-            for (tag, moffset, length) in [first, second].into_iter().chain(places) {
-                top.layers[usize::from(tag)].expect(moffset * SECTOR, length * SECTOR);
-            }
-        }
+    /// Adds to *found* where the bytes from *offset* on are, and fills in those that are zeros.
+    ///
+    /// # Errors
+    /// None that a range inside of the view gives.
+    pub fn parts<'a, 'b>(&'a self, buf: &'b mut [u8], offset: u64, found: &mut Vec<Part<'a, 'b>>) -> io::Result<()> {
+        parts(&self.tiers, self.image.is_some(), buf, offset, found)
     }
 
     /// The runs of *range*, in sectors, that any layer maps; zeroed ones are not among them.
@@ -213,41 +225,44 @@ impl View {
     }
 }
 
-/// Reads through the tiers: what one does not map, the next one may.
-fn read(
-    tiers: &[Arc<Tier>],
-    buf: &mut [u8],
+impl Drop for CountedImage {
+    fn drop(&mut self) {
+        for layer in &self.0 {
+            layer.count_image(false);
+        }
+    }
+}
+
+/// Goes through the tiers: what one does not map, the next one may.
+fn parts<'a, 'b>(
+    tiers: &'a [Arc<Tier>],
+    of_image: bool,
+    buf: &'b mut [u8],
     offset: u64,
-    from: &mut impl FnMut(&LayerFile, &mut [u8], u64) -> io::Result<Answer>,
-) -> io::Result<Answer> {
+    found: &mut Vec<Part<'a, 'b>>,
+) -> io::Result<()> {
     let Some((tier, lower)) = tiers.split_first() else {
         buf.fill(0);
-        return Ok(Answer::Done);
+        return Ok(());
     };
     let end = offset + buf.len() as u64;
     let mut rest = buf;
     for piece in tier.index.pieces(offset / SECTOR..end.div_ceil(SECTOR)) {
         let start = offset.max(piece.offset * SECTOR);
         let stop = end.min((piece.offset + piece.length) * SECTOR);
-        let length = usize::try_from(stop - start).map_err(|_| io::ErrorKind::InvalidInput)?;
-        let (part, behind) = std::mem::take(&mut rest).split_at_mut(length);
+        let (buf, behind) = split(rest, stop - start)?;
         rest = behind;
-        let answer = match piece.place {
-            Place::Zeroed => {
-                part.fill(0);
-                Answer::Done
-            }
-            Place::Hole => read(lower, part, start, from)?,
+        match piece.place {
+            Place::Zeroed => buf.fill(0),
+            Place::Hole => parts(lower, of_image, buf, start, found)?,
             Place::Data { tag, moffset } => {
-                let at = moffset * SECTOR + (start - piece.offset * SECTOR);
-                from(&tier.layers[usize::from(tag)], part, at)?
+                let store = &*tier.layers[usize::from(tag)];
+                let caching = if of_image { store.caching() } else { Caching::Keep };
+                found.push(Part { store, buf, at: moffset * SECTOR + (start - piece.offset * SECTOR), caching });
             }
-        };
-        if answer == Answer::WouldWait {
-            return Ok(answer);
         }
     }
-    Ok(Answer::Done)
+    Ok(())
 }
 
 fn data(tiers: &[Arc<Tier>], range: Range<u64>, found: &mut Vec<Range<u64>>) {

@@ -87,14 +87,14 @@ impl Attributes {
         self.put(out);
     }
 
-    /// The answer to a look-up. The name is looked up again each time: names come and go while
-    /// a daemon is away, and opening a file is rare.
+    /// The answer to a look-up. The name of a disk is looked up again each time: it comes and goes while a daemon
+    /// is away. That of memory is never another's; the kernel keeps what it knows, and the pages with it.
     pub(super) fn entry(&self, out: &mut Vec<u8>) {
         out.extend(self.node.to_ne_bytes());
         out.extend(0_u64.to_ne_bytes()); // generation: numbers are never used again
-        out.extend(0_u64.to_ne_bytes()); // the name
         out.extend(self.valid.as_secs().to_ne_bytes());
-        out.extend(0_u32.to_ne_bytes());
+        out.extend(self.valid.as_secs().to_ne_bytes());
+        out.extend(self.valid.subsec_nanos().to_ne_bytes());
         out.extend(self.valid.subsec_nanos().to_ne_bytes());
         self.put(out);
     }

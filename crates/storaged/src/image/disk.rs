@@ -261,7 +261,7 @@ impl Device for Disk {
 
     fn read(&self, buf: &mut [u8], offset: u64) -> io::Result<()> {
         self.checked(offset, buf.len() as u64)?;
-        self.snapshot()?.read(buf, offset, false).map(|_| ()).map_err(|e| self.failed(e))
+        self.snapshot()?.read(buf, offset).map_err(|e| self.failed(e))
     }
 
     fn read_now(&self, buf: &mut [u8], offset: u64) -> io::Result<Answer> {
@@ -271,7 +271,7 @@ impl Device for Disk {
         let State::Open(top) = &*state else { return Ok(Answer::WouldWait) };
         let top = top.clone();
         drop(state);
-        top.read(buf, offset, true).map_err(|e| self.failed(e))
+        top.read_now(buf, offset).map_err(|e| self.failed(e))
     }
 
     fn write(&self, buf: &[u8], offset: u64, durable: bool) -> io::Result<()> {

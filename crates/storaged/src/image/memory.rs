@@ -23,7 +23,8 @@ pub struct Memory {
     stack: Stack,
     view: OnceLock<View>,
     opening: Mutex<()>,
-    _held: Held,
+    /// None while nobody has it attached: then a layer of it may go.
+    held: Mutex<Option<Held>>,
     /// Who has the newest pages, until they are in a layer.
     child: Option<(Id, Arc<Frozen>)>,
     over: OnceLock<Over>,
@@ -56,7 +57,8 @@ impl Memory {
     fn assemble(parts: &Arc<Parts>, device: DeviceId, stack: Stack, held: Held) -> Self {
         let parts = Arc::clone(parts);
         let (view, over) = (OnceLock::new(), OnceLock::new());
-        Self { parts, device, stack, view, opening: Mutex::default(), _held: held, child: None, over }
+        let held = Mutex::new(Some(held));
+        Self { parts, device, stack, view, opening: Mutex::default(), held, child: None, over }
     }
 
     /// The same with the pages of *child* on top, which had mapped the stack.
@@ -76,7 +78,7 @@ impl Memory {
     /// # Errors
     /// As [`Memory::open`]; nothing has changed then.
     pub fn go_over(&self, stack: Stack, held: Held) -> Result<()> {
-        let view = self.parts.stacks.open(&stack)?;
+        let view = self.parts.stacks.open(&stack)?.of_image();
         // The first stays: they show the same.
         let _ = self.over.set(Over { stack, view, _held: held });
         Ok(())
@@ -84,6 +86,21 @@ impl Memory {
 
     pub fn device(&self) -> DeviceId {
         self.device
+    }
+
+    /// Nobody has it attached: its layers are not held any longer.
+    pub fn rest(&self) {
+        *self.held.lock().unwrap_or_else(PoisonError::into_inner) = None;
+    }
+
+    /// Somebody attaches it again.
+    ///
+    /// # Errors
+    /// `not_found` for a layer that has gone meanwhile.
+    pub fn wake(&self) -> Result<()> {
+        let held = self.parts.library.hold(&self.stack.layers)?;
+        *self.held.lock().unwrap_or_else(PoisonError::into_inner) = Some(held);
+        Ok(())
     }
 
     /// What it shows, but for the pages of a child that it still waits for.
@@ -105,7 +122,7 @@ impl Memory {
         if let Some(layer) = odd {
             return Err(Error::invalid(format!("layer {} maps parts of pages and is none of memory", layer.name())));
         }
-        Ok(self.view.get_or_init(|| view))
+        Ok(self.view.get_or_init(|| view.of_image()))
     }
 
     fn failed(&self, error: io::Error) -> io::Error {

@@ -11,7 +11,7 @@ mod showing;
 #[cfg(test)]
 mod tests;
 
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 use std::num::NonZeroU64;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
@@ -37,6 +37,8 @@ pub use self::service::{Service, Session};
 
 /// Layer files that are open at once.
 const OPEN_LAYERS: usize = 4096;
+/// Memory images that stay for a while when nobody has them attached.
+const MAX_IDLE: usize = 32;
 
 pub struct Node {
     parts: Arc<Parts>,
@@ -61,6 +63,15 @@ struct Images {
     /// Owners whose record cannot be read. They can be removed, and nothing else.
     damaged: BTreeSet<Owner>,
     frozen: BTreeMap<Id, Arc<freezing::Child>>,
+    /// Memory that nobody has attached now, used last at the end: the kernel still has its pages, and
+    /// whoever attaches the same stack has them at once.
+    idle: VecDeque<Arc<Memory>>,
+}
+
+impl Images {
+    fn is_idle(&self, id: DeviceId) -> bool {
+        self.idle.iter().any(|memory| memory.device() == id)
+    }
 }
 
 enum Image {
@@ -267,7 +278,8 @@ fn memory_name(device: DeviceId) -> String {
 
 impl Directory for Node {
     fn device(&self, id: DeviceId) -> Option<Arc<dyn Device>> {
-        self.images().devices.get(&id).map(Image::device)
+        let images = self.images();
+        images.devices.get(&id).filter(|_| !images.is_idle(id)).map(Image::device)
     }
 
     fn find(&self, kind: Kind, name: &str) -> Option<DeviceId> {
@@ -277,7 +289,7 @@ impl Directory for Node {
             Kind::Memory => {
                 let id = DeviceId(name.parse().ok()?);
                 let found = images.devices.get(&id).filter(|image| image.kind() == kind && image.name() == name);
-                found.map(|_| id)
+                found.filter(|_| !images.is_idle(id)).map(|_| id)
             }
         }
     }
@@ -285,6 +297,7 @@ impl Directory for Node {
     fn list(&self, kind: Kind, after: Option<DeviceId>, limit: usize) -> Vec<Named> {
         let images = self.images();
         let later = images.devices.iter().filter(|(id, image)| Some(**id) > after && image.kind() == kind);
+        let later = later.filter(|(id, _)| !images.is_idle(**id));
         later.take(limit).map(|(id, image)| Named { id: *id, name: image.name() }).collect()
     }
 }

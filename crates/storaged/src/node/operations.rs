@@ -4,14 +4,14 @@ use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use super::{Image, Node, memory_name};
+use super::{Image, MAX_IDLE, Node, memory_name};
 use crate::device::{Device, Kind};
 use crate::error::{Code, Error, Result};
 use crate::image::disk::Disk;
 use crate::image::memory::Memory;
 use crate::image::record::{self, Key, MemoryRecord};
 use crate::library::Held;
-use crate::names::Owner;
+use crate::names::{LayerName, Owner};
 use crate::protocol::{Stack, StackKind};
 use crate::transfer;
 
@@ -106,7 +106,33 @@ impl Node {
         } else {
             Arc::new(Memory::new(&self.parts, self.parts.root.new_device()?, stack.clone())?)
         };
-        self.attach(owner, memory, false)
+        let was_idle = self.take_from_idle(&memory);
+        let attached =
+            if was_idle { memory.wake() } else { Ok(()) }.and_then(|()| self.attach(owner, Arc::clone(&memory), false));
+        if was_idle && attached.is_err() {
+            self.forget_memory(&memory);
+        }
+        attached
+    }
+
+    /// True for the one who took it.
+    fn take_from_idle(&self, memory: &Arc<Memory>) -> bool {
+        let mut images = self.images_mut();
+        let before = images.idle.len();
+        images.idle.retain(|other| !Arc::ptr_eq(other, memory));
+        images.idle.len() < before
+    }
+
+    /// Nobody has *memory* attached, and nobody will.
+    fn forget_memory(&self, memory: &Arc<Memory>) {
+        let device = memory.device();
+        let mut images = self.images_mut();
+        if images.memories.get(memory.stack()).is_some_and(|shared| Arc::ptr_eq(shared, memory)) {
+            images.memories.remove(memory.stack());
+        }
+        images.devices.remove(&device);
+        drop(images);
+        self.hide(Kind::Memory, &memory_name(device), device);
     }
 
     /// Puts *owner* to those who have *memory*; nobody else does so with it meanwhile.
@@ -171,13 +197,34 @@ impl Node {
             return Ok(());
         }
         images.users.remove(&device);
-        if !own {
-            images.memories.remove(memory.stack());
+        if own {
+            drop(images);
+            self.forget_memory(memory);
+            return Ok(());
         }
-        images.devices.remove(&device);
+        images.idle.push_back(Arc::clone(memory));
+        memory.rest();
+        let oldest = if images.idle.len() > MAX_IDLE { images.idle.pop_front() } else { None };
         drop(images);
-        self.hide(Kind::Memory, &memory_name(device), device);
+        if let Some(oldest) = oldest {
+            self.forget_memory(&oldest);
+        }
         Ok(())
+    }
+
+    /// Images that show one of *layers*, which have gone, are of no use.
+    pub fn forget_layers(&self, layers: &[LayerName]) {
+        let gone: Vec<_> = {
+            let mut images = self.images_mut();
+            let (gone, kept) = std::mem::take(&mut images.idle)
+                .into_iter()
+                .partition(|memory| memory.stack().layers.iter().any(|layer| layers.contains(layer)));
+            images.idle = kept;
+            Vec::from(gone)
+        };
+        for memory in &gone {
+            self.forget_memory(memory);
+        }
     }
 
     /// The record of *memory*, which is none when nobody uses it. For this boot only, so not synced.

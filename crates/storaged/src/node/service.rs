@@ -146,6 +146,7 @@ impl Service {
             Call::DeleteLayers { layers } => {
                 session.release(&layers);
                 let (deleted, bytes) = node.parts.library.delete(&layers)?;
+                node.forget_layers(&deleted);
                 Ok(json!({ "deleted": deleted, "bytes": bytes }))
             }
             Call::AddRemoteLayer { layer, source, size_bytes, digest, block_sums } => {
@@ -202,7 +203,7 @@ impl Service {
     fn statistics(&self) -> Value {
         let (disks, memories, damaged, frozen) = {
             let images = self.node.images();
-            (images.disks.len(), images.memories.len(), images.damaged.len(), images.frozen.len())
+            (images.disks.len(), images.memories.len() - images.idle.len(), images.damaged.len(), images.frozen.len())
         };
         let work = self.work();
         let calls: BTreeMap<_, _> = work

@@ -105,9 +105,30 @@ fn memory_of_one_stack_is_one_device_for_all_and_goes_with_the_last() {
     bench.fine("detach", json!({ "owner": "a" }));
     assert!(node.device(id).is_some());
     bench.fine("detach", json!({ "owner": "b" }));
-    assert!(node.device(id).is_none());
+    assert!(node.device(id).is_none() && node.find(Kind::Memory, &name_of(&first)).is_none());
+    assert_eq!(node.list(Kind::Memory, None, 10).len(), 1, "that of zeros");
     let again = bench.fine("attach_memory", json!({ "owner": "a", "stack": stack }));
-    assert_ne!(again, first, "the kernel may still have pages of the old one");
+    assert_eq!(again, first, "the kernel still has its pages");
+    assert_eq!(whole(&*bench.device(Kind::Memory, &name_of(&first))), padded(&[7; 8192]));
+    bench.fine("detach", json!({ "owner": "a" }));
+    assert_eq!(bench.fine("delete_layers", json!({ "layers": stack["layers"] }))["deleted"], stack["layers"]);
+    assert_eq!(bench.fails("attach_memory", json!({ "owner": "a", "stack": stack })), Code::NotFound);
+}
+
+#[test]
+fn memory_that_nobody_has_attached_stays_for_a_while_and_not_for_ever() {
+    let bench = bench();
+    let stacks: Vec<Value> = (1..40_u64).map(|pages| json!({ "layers": [], "size_bytes": pages * 4096 })).collect();
+    let attach = |stack: &Value| bench.fine("attach_memory", json!({ "owner": "a", "stack": stack }));
+    let mut paths = Vec::new();
+    for stack in &stacks {
+        paths.push(attach(stack));
+        bench.fine("detach", json!({ "owner": "a" }));
+    }
+    assert_eq!(attach(&stacks[38]), paths[38]);
+    bench.fine("detach", json!({ "owner": "a" }));
+    assert_ne!(attach(&stacks[0]), paths[0], "32 were used since");
+    assert_eq!(bench.fine("statistics", json!({}))["memories"], json!(1));
 }
 
 #[test]

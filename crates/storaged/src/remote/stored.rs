@@ -21,6 +21,7 @@ use super::BLOCK_BYTES;
 use super::meta::{Identity, Meta};
 use crate::device::Answer;
 use crate::files::{Files, Handle, Shared};
+use crate::reading::Caching;
 use crate::root::{private, remove_if_there};
 
 const ABSENT: u8 = 0;
@@ -155,7 +156,7 @@ impl Stored {
             return false;
         }
         let offset = block * BLOCK_BYTES + at as u64;
-        let done = matches!(self.data.read_now(buf, offset), Ok(Answer::Done));
+        let done = matches!(self.data.read_now(buf, offset, Caching::Keep), Ok(Answer::Done));
         if done && seen == GOOD {
             let _ = state.compare_exchange(GOOD, USED, SeqCst, SeqCst);
         }

@@ -27,6 +27,7 @@ use crate::device::Answer;
 use crate::error::{Code, Context, Error, Result};
 use crate::files::read_cached;
 use crate::names::Id;
+use crate::reading::{Caching, Store};
 use crate::root::{Root, private, remove_if_there, sync_directory};
 
 use self::log::trim;
@@ -133,22 +134,6 @@ impl Upper {
     /// All mappings, in order.
     pub fn segments(&self) -> Vec<Segment> {
         self.map.read().unwrap_or_else(PoisonError::into_inner).segments().collect()
-    }
-
-    /// Reads from its file, at a byte of it.
-    ///
-    /// # Errors
-    /// What the file system says.
-    pub fn read_data(&self, buf: &mut [u8], offset: u64) -> io::Result<()> {
-        ReadAt::read_exact_at(&self.data, buf, offset)
-    }
-
-    /// The same if it takes no wait for a disk.
-    ///
-    /// # Errors
-    /// What the file system says.
-    pub fn read_data_now(&self, buf: &mut [u8], offset: u64) -> io::Result<Answer> {
-        read_cached(&self.data, buf, offset)
     }
 
     /// Bytes that its data takes on the host's file system.
@@ -379,6 +364,16 @@ impl Upper {
 
     fn log(&self) -> MutexGuard<'_, Log> {
         self.log.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Store for Upper {
+    fn read(&self, buf: &mut [u8], at: u64, _: Caching) -> io::Result<()> {
+        ReadAt::read_exact_at(&self.data, buf, at)
+    }
+
+    fn read_now(&self, buf: &mut [u8], at: u64, caching: Caching) -> io::Result<Answer> {
+        read_cached(&self.data, buf, at, caching)
     }
 }
 

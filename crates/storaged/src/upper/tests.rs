@@ -38,7 +38,7 @@ fn content(upper: &Upper, sector: u64, sectors: u64) -> Vec<u8> {
     for piece in upper.pieces(sector..sector + sectors) {
         let mut part = vec![0; bytes(piece.length)];
         if let Place::Data { moffset, .. } = piece.place {
-            upper.read_data(&mut part, moffset * SECTOR).unwrap();
+            upper.read(&mut part, moffset * SECTOR, Caching::Keep).unwrap();
         }
         found.append(&mut part);
     }

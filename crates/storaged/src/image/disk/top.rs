@@ -7,6 +7,7 @@ use std::sync::Arc;
 use layers::{Place, SECTOR, Segment};
 
 use crate::device::Answer;
+use crate::reading::{self, Caching, Part, split};
 use crate::stack::View;
 use crate::upper::Upper;
 
@@ -23,48 +24,45 @@ impl Top {
         [Some(&self.upper), self.sealing.as_deref()]
     }
 
-    pub(super) fn read(&self, buf: &mut [u8], offset: u64, now: bool) -> io::Result<Answer> {
-        self.read_through(&self.uppers(), buf, offset, now)
+    pub(super) fn read(&self, buf: &mut [u8], offset: u64) -> io::Result<()> {
+        let mut found = Vec::new();
+        self.parts(&self.uppers(), buf, offset, &mut found)?;
+        reading::read(found)
     }
 
-    fn read_through(&self, uppers: &[Option<&Upper>], buf: &mut [u8], offset: u64, now: bool) -> io::Result<Answer> {
-        let Some((upper, lower)) = uppers.split_first() else {
-            return if now {
-                self.below.read_now(buf, offset)
-            } else {
-                self.below.read(buf, offset).map(|()| Answer::Done)
-            };
-        };
-        let Some(upper) = upper else { return self.read_through(lower, buf, offset, now) };
+    pub(super) fn read_now(&self, buf: &mut [u8], offset: u64) -> io::Result<Answer> {
+        let mut found = Vec::new();
+        self.parts(&self.uppers(), buf, offset, &mut found)?;
+        reading::read_now(found)
+    }
+
+    /// What an upper does not map, the next one may, and then the stack.
+    fn parts<'a, 'b>(
+        &'a self,
+        uppers: &[Option<&'a Upper>],
+        buf: &'b mut [u8],
+        offset: u64,
+        found: &mut Vec<Part<'a, 'b>>,
+    ) -> io::Result<()> {
+        let Some((upper, lower)) = uppers.split_first() else { return self.below.parts(buf, offset, found) };
+        let Some(upper) = *upper else { return self.parts(lower, buf, offset, found) };
         let end = offset + buf.len() as u64;
         let mut rest = buf;
         for piece in upper.pieces(offset / SECTOR..end.div_ceil(SECTOR)) {
             let start = offset.max(piece.offset * SECTOR);
             let stop = end.min((piece.offset + piece.length) * SECTOR);
-            let length = usize::try_from(stop - start).map_err(|_| io::ErrorKind::InvalidInput)?;
-            let (part, behind) = std::mem::take(&mut rest).split_at_mut(length);
+            let (buf, behind) = split(rest, stop - start)?;
             rest = behind;
-            let answer = match piece.place {
-                Place::Zeroed => {
-                    part.fill(0);
-                    Answer::Done
-                }
-                Place::Hole => self.read_through(lower, part, start, now)?,
+            match piece.place {
+                Place::Zeroed => buf.fill(0),
+                Place::Hole => self.parts(lower, buf, start, found)?,
                 Place::Data { moffset, .. } => {
                     let at = moffset * SECTOR + (start - piece.offset * SECTOR);
-                    if now {
-                        upper.read_data_now(part, at)?
-                    } else {
-                        upper.read_data(part, at)?;
-                        Answer::Done
-                    }
+                    found.push(Part { store: upper, buf, at, caching: Caching::Keep });
                 }
-            };
-            if answer == Answer::WouldWait {
-                return Ok(answer);
             }
         }
-        Ok(Answer::Done)
+        Ok(())
     }
 
     /// The parts of *range*, in sectors, that do not read as zeros for certain.
@@ -96,7 +94,7 @@ impl Top {
         let last = (offset + buf.len() as u64).div_ceil(SECTOR);
         let mut whole = vec![0; usize::try_from((last - first) * SECTOR).map_err(|_| io::ErrorKind::InvalidInput)?];
         let head = usize::try_from(offset % SECTOR).map_err(|_| io::ErrorKind::InvalidInput)?;
-        self.read(&mut whole, first * SECTOR, false)?;
+        self.read(&mut whole, first * SECTOR)?;
         whole[head..head + buf.len()].copy_from_slice(buf);
         self.upper.write(&whole, first, durable)
     }
