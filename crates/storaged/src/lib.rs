@@ -17,6 +17,8 @@ pub mod keyed;
 pub mod layer;
 pub mod library;
 pub mod memory;
+pub mod merged;
+pub mod merger;
 pub mod names;
 pub mod node;
 pub mod protocol;

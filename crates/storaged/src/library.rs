@@ -16,6 +16,7 @@ use layers::SECTOR;
 use crate::content::Content;
 use crate::error::{Code, Context, Error, Result};
 use crate::files::{Files, Handle, Shared};
+use crate::merged::Merges;
 use crate::names::{Format, Id, LayerName};
 use crate::remote::{Remote, Remotes, SharedObject};
 use crate::root::{Root, sync_directory};
@@ -24,6 +25,7 @@ pub struct Library {
     root: Arc<Root>,
     files: Arc<Files>,
     remotes: Arc<Remotes>,
+    merges: Merges,
     holds: Mutex<Holds>,
     /// One for each layer, whoever reads it.
     handles: Mutex<HashMap<LayerName, Weak<Handle>>>,
@@ -64,9 +66,12 @@ impl Library {
     /// What the file system says.
     pub fn new(root: &Arc<Root>, open_files: usize, options: crate::remote::Options) -> Result<Arc<Self>> {
         let files = Files::new(open_files);
+        let remotes = Remotes::open(root, &files, options)?;
+        let exists = |name: &LayerName| root.layers().join(name.as_str()).exists() || remotes.has(name);
         Ok(Arc::new(Self {
+            merges: Merges::open(root, exists)?,
             root: Arc::clone(root),
-            remotes: Remotes::open(root, &files, options)?,
+            remotes,
             files,
             holds: Mutex::default(),
             handles: Mutex::default(),
@@ -75,6 +80,11 @@ impl Library {
 
     pub fn remotes(&self) -> &Arc<Remotes> {
         &self.remotes
+    }
+
+    /// Copies of runs of layers.
+    pub fn merges(&self) -> &Merges {
+        &self.merges
     }
 
     /// Holds *names*; each as often as it is named.
@@ -142,7 +152,7 @@ impl Library {
         if let Some(handle) = handles.get(name).and_then(Weak::upgrade) {
             return handle;
         }
-        let handle = self.files.handle(self.path(name));
+        let handle = self.files.handle(self.merges.path(name).unwrap_or_else(|| self.path(name)));
         handles.retain(|_, handle| handle.strong_count() > 0);
         handles.insert(name.clone(), Arc::downgrade(&handle));
         handle
@@ -154,6 +164,16 @@ impl Library {
 
     pub fn path(&self, name: &LayerName) -> PathBuf {
         self.root.layers().join(name.as_str())
+    }
+
+    /// What *name* takes on disk, which may be a merged one.
+    ///
+    /// # Errors
+    /// What the file system says.
+    pub fn read_bytes(&self, name: &LayerName) -> Result<u64> {
+        let Some(path) = self.merges.path(name) else { return self.bytes(name) };
+        let found = path.metadata().during(format_args!("cannot look at merged layer {name}"))?;
+        Ok(found.blocks() * SECTOR)
     }
 
     /// What *name* takes on disk.

@@ -12,10 +12,11 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use layers::{Index, Place, SECTOR, merge};
 
 use crate::device::Answer;
-use crate::error::{Error, Result};
+use crate::error::{Code, Error, Result};
 use crate::keyed::Keyed;
 use crate::layer::{LayerFile, MAX_SIZE_BYTES, worded};
 use crate::library::Library;
+use crate::merged::Merged;
 use crate::names::LayerName;
 use crate::protocol::Stack;
 use crate::reading::{self, Caching, Part, split};
@@ -40,6 +41,14 @@ pub struct View {
     pub size_bytes: u64,
     /// For a memory image, which keeps what it reads in pages of its own.
     image: Option<Arc<CountedImage>>,
+    /// Copies that are read instead of what the stack lists, and stay meanwhile.
+    _merged: Vec<Arc<Merged>>,
+}
+
+/// Sectors that a view maps, all in the same way.
+pub struct Run {
+    pub sectors: Range<u64>,
+    pub zeroed: bool,
 }
 
 /// Each of the layers counts as many memory images as there are of these.
@@ -71,14 +80,36 @@ impl Stacks {
     /// `invalid` for a stack that cannot be.
     pub fn open(&self, stack: &Stack) -> Result<View> {
         check(stack)?;
-        let counts = stack.layers.iter().map(|name| self.count(name)).collect::<Result<Vec<_>>>()?;
+        let copies = self.library.merges();
+        let steps = copies.steps(&stack.layers);
+        let names: Vec<_> = steps.iter().map(|step| step.name.clone()).collect();
+        let merged: Vec<_> = steps.into_iter().filter_map(|step| step.merged).collect();
+        match self.open_names(&names, stack.size_bytes) {
+            // The layers themselves may be good.
+            Err(error) if !merged.is_empty() && matches!(error.code, Code::Corrupt | Code::NotFound) => {
+                eprintln!("storaged: merged layers are not used: {error}");
+                for one in &merged {
+                    copies.discard(&one.name);
+                }
+                self.open_names(&stack.layers, stack.size_bytes)
+            }
+            other => Ok(View { _merged: merged, ..other? }),
+        }
+    }
+
+    /// Opens just these layers, which are held.
+    ///
+    /// # Errors
+    /// As [`Stacks::open`].
+    pub fn open_names(&self, names: &[LayerName], size_bytes: u64) -> Result<View> {
+        let counts = names.iter().map(|name| self.count(name)).collect::<Result<Vec<_>>>()?;
         let mut tiers = Vec::new();
         for group in groups(&counts).into_iter().rev() {
-            tiers.push(self.tier(&stack.layers[group])?);
+            tiers.push(self.tier(&names[group])?);
         }
-        let view = View { tiers, size_bytes: stack.size_bytes, image: None };
-        if let Some(layer) = view.layers().find(|layer| layer.size_bytes > stack.size_bytes) {
-            let message = format!("layer {} is larger than the stack's {} bytes", layer.name(), stack.size_bytes);
+        let view = View { tiers, size_bytes, image: None, _merged: Vec::new() };
+        if let Some(layer) = view.layers().find(|layer| layer.size_bytes > size_bytes) {
+            let message = format!("layer {} is larger than the stack's {size_bytes} bytes", layer.name());
             return Err(Error::invalid(message));
         }
         Ok(view)
@@ -217,10 +248,26 @@ impl View {
         parts(&self.tiers, self.image.is_some(), buf, offset, found)
     }
 
-    /// The runs of *range*, in sectors, that any layer maps; zeroed ones are not among them.
+    /// The same for one who reads everything once.
+    #[must_use]
+    pub fn passing(self) -> Self {
+        Self { image: Some(Arc::new(CountedImage(Vec::new()))), ..self }
+    }
+
+    /// How many files it is read from.
+    pub fn depth(&self) -> usize {
+        self.tiers.iter().map(|tier| tier.layers.len()).sum()
+    }
+
+    /// The runs of *range*, in sectors, that any layer has data for.
     pub fn data(&self, range: Range<u64>) -> Vec<Range<u64>> {
+        self.mapped(range).into_iter().filter(|run| !run.zeroed).map(|run| run.sectors).collect()
+    }
+
+    /// The runs of *range*, in sectors, that any layer maps.
+    pub fn mapped(&self, range: Range<u64>) -> Vec<Run> {
         let mut found = Vec::new();
-        data(&self.tiers, range, &mut found);
+        mapped(&self.tiers, range, &mut found);
         found
     }
 }
@@ -265,16 +312,17 @@ fn parts<'a, 'b>(
     Ok(())
 }
 
-fn data(tiers: &[Arc<Tier>], range: Range<u64>, found: &mut Vec<Range<u64>>) {
+fn mapped(tiers: &[Arc<Tier>], range: Range<u64>, found: &mut Vec<Run>) {
     let Some((tier, lower)) = tiers.split_first() else { return };
     for piece in tier.index.pieces(range) {
-        match piece.place {
-            Place::Zeroed => (),
-            Place::Hole => data(lower, piece.range(), found),
-            Place::Data { .. } => match found.last_mut().filter(|last| last.end == piece.offset) {
-                Some(last) => last.end = piece.offset + piece.length,
-                None => found.push(piece.range()),
-            },
+        if piece.place == Place::Hole {
+            mapped(lower, piece.range(), found);
+            continue;
+        }
+        let (sectors, zeroed) = (piece.range(), piece.place == Place::Zeroed);
+        match found.last_mut().filter(|last| last.zeroed == zeroed && last.sectors.end == sectors.start) {
+            Some(last) => last.sectors.end = sectors.end,
+            None => found.push(Run { sectors, zeroed }),
         }
     }
 }

@@ -1,7 +1,7 @@
 //! Memory: a stack that any number of guests map privately. Nobody writes to it.
 
 use std::io;
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError, RwLock};
 
 use rustix::io::Errno;
 
@@ -21,7 +21,7 @@ pub struct Memory {
     parts: Arc<Parts>,
     device: DeviceId,
     stack: Stack,
-    view: OnceLock<View>,
+    view: RwLock<Option<Arc<View>>>,
     opening: Mutex<()>,
     /// None while nobody has it attached: then a layer of it may go.
     held: Mutex<Option<Held>>,
@@ -56,7 +56,7 @@ impl Memory {
 
     fn assemble(parts: &Arc<Parts>, device: DeviceId, stack: Stack, held: Held) -> Self {
         let parts = Arc::clone(parts);
-        let (view, over) = (OnceLock::new(), OnceLock::new());
+        let (view, over) = (RwLock::default(), OnceLock::new());
         let held = Mutex::new(Some(held));
         Self { parts, device, stack, view, opening: Mutex::default(), held, child: None, over }
     }
@@ -93,14 +93,15 @@ impl Memory {
         *self.held.lock().unwrap_or_else(PoisonError::into_inner) = None;
     }
 
-    /// Somebody attaches it again.
+    /// Somebody attaches it again, and reads through what was merged meanwhile.
     ///
     /// # Errors
-    /// `not_found` for a layer that has gone meanwhile.
+    /// `not_found` for a layer that has gone meanwhile, and as [`Memory::open`].
     pub fn wake(&self) -> Result<()> {
         let held = self.parts.library.hold(&self.stack.layers)?;
         *self.held.lock().unwrap_or_else(PoisonError::into_inner) = Some(held);
-        Ok(())
+        let _turn = self.opening.lock().unwrap_or_else(PoisonError::into_inner);
+        self.open_anew().map(|_| ())
     }
 
     /// What it shows, but for the pages of a child that it still waits for.
@@ -112,17 +113,27 @@ impl Memory {
     ///
     /// # Errors
     /// `corrupt` and `unsupported` for layers that cannot be read, `invalid` for those of a disk.
-    pub fn open(&self) -> Result<&View> {
+    pub fn open(&self) -> Result<Arc<View>> {
         let _turn = self.opening.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(view) = self.view.get() {
-            return Ok(view);
+        match self.view() {
+            Some(view) => Ok(view),
+            None => self.open_anew(),
         }
+    }
+
+    fn view(&self) -> Option<Arc<View>> {
+        self.view.read().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    fn open_anew(&self) -> Result<Arc<View>> {
         let view = self.parts.stacks.open(&self.stack)?;
         let odd = view.layers().find(|layer| !layer.paged || layer.size_bytes % PAGE_BYTES != 0);
         if let Some(layer) = odd {
             return Err(Error::invalid(format!("layer {} maps parts of pages and is none of memory", layer.name())));
         }
-        Ok(self.view.get_or_init(|| view.of_image()))
+        let view = Arc::new(view.of_image());
+        *self.view.write().unwrap_or_else(PoisonError::into_inner) = Some(Arc::clone(&view));
+        Ok(view)
     }
 
     fn failed(&self, error: io::Error) -> io::Error {
@@ -179,7 +190,7 @@ impl Device for Memory {
 
     fn read(&self, buf: &mut [u8], offset: u64) -> io::Result<()> {
         check_range(self.size_bytes(), offset, buf.len() as u64)?;
-        let view = match self.view.get() {
+        let view = match self.view() {
             Some(view) => view,
             None => self.open().map_err(|error| {
                 eprintln!("storaged: memory {}: {error}", self.device.0);
@@ -188,7 +199,7 @@ impl Device for Memory {
         };
         let read = match (self.over.get(), &self.child) {
             (Some(over), _) => over.view.read(buf, offset),
-            (None, Some((_, child))) => self.read_child(child, view, buf, offset),
+            (None, Some((_, child))) => self.read_child(child, &view, buf, offset),
             (None, None) => view.read(buf, offset),
         };
         read.map_err(|e| self.failed(e))
@@ -199,10 +210,12 @@ impl Device for Memory {
         if self.waits_for().is_some() {
             return Ok(Answer::WouldWait);
         }
-        match self.over.get().map(|over| &over.view).or_else(|| self.view.get()) {
-            Some(view) => view.read_now(buf, offset).map_err(|e| self.failed(e)),
-            None => Ok(Answer::WouldWait),
-        }
+        let read = match (self.over.get(), self.view()) {
+            (Some(over), _) => over.view.read_now(buf, offset),
+            (None, Some(view)) => view.read_now(buf, offset),
+            (None, None) => return Ok(Answer::WouldWait),
+        };
+        read.map_err(|e| self.failed(e))
     }
 
     fn write(&self, _buf: &[u8], _offset: u64, _durable: bool) -> io::Result<()> {

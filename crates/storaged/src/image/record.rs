@@ -146,7 +146,11 @@ pub fn forget(root: &Root, key: &Key) -> Result<()> {
     remove_if_there(&key.path(root)).during("cannot remove a record")
 }
 
-fn encode<T: Serialize>(record: &T) -> Result<Vec<u8>> {
+/// A record as it is in its file.
+///
+/// # Errors
+/// None for a record of ours.
+pub fn encode<T: Serialize>(record: &T) -> Result<Vec<u8>> {
     let mut bytes = serde_json::to_vec(record).map_err(|e| Error::new(crate::error::Code::Bug, e.to_string()))?;
     let sum = crc32c::crc32c(&bytes);
     bytes.extend_from_slice(format!("\n{sum:08x}\n").as_bytes());

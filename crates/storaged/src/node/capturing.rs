@@ -11,6 +11,7 @@ use crate::image::memory::Memory;
 use crate::library::Held;
 use crate::memory::maps::{Backing, Image};
 use crate::memory::process::Process;
+use crate::merger::MEMORY_DEPTH;
 use crate::names::Owner;
 use crate::protocol::{Compression, Stack};
 
@@ -29,6 +30,7 @@ impl Node {
         let process = Process::open(pid)?;
         let source = Source { process: &process, image: &image, stack: memory.stack() };
         let (stack, held, captured) = captured::write(&self.parts, &source, compression)?;
+        self.merger.ask(&stack, MEMORY_DEPTH);
         Ok((stack, held, captured.data_bytes + captured.zero_bytes))
     }
 

@@ -18,6 +18,7 @@ use crate::library::Held;
 use crate::memory::freeze::{Frozen, Limits, Request, end_recorded, find_named, freeze};
 use crate::memory::maps::{Backing, Image};
 use crate::memory::process::Identity;
+use crate::merger::MEMORY_DEPTH;
 use crate::names::{Id, Owner};
 use crate::protocol::{Compression, Stack};
 
@@ -123,6 +124,7 @@ impl Node {
         }
         let source = Source { process: child.frozen.process(), image: child.frozen.image(), stack: &record.stack };
         let (stack, held, captured) = captured::write(&self.parts, &source, compression)?;
+        self.merger.ask(&stack, MEMORY_DEPTH);
         let bytes = captured.data_bytes + captured.zero_bytes;
         let with_layer = FrozenRecord { captured: Some(stack.clone()), captured_bytes: bytes, ..record.clone() };
         record::note(&self.parts.root, &Key::Frozen(id), &with_layer)?;

@@ -26,6 +26,7 @@ use crate::image::memory::Memory;
 use crate::image::record::{self, DiskRecord, Key, MemoryRecord};
 use crate::keyed::Keyed;
 use crate::library::Library;
+use crate::merger::Merger;
 use crate::names::{Id, LayerName, Owner};
 use crate::protocol::Stack;
 use crate::root::Root;
@@ -41,6 +42,7 @@ const OPEN_LAYERS: usize = 4096;
 const MAX_IDLE: usize = 32;
 
 pub struct Node {
+    merger: Merger,
     parts: Arc<Parts>,
     images: RwLock<Images>,
     owners: Keyed<Owner>,
@@ -109,6 +111,7 @@ impl Node {
         parts.library.hold_everything(!images.damaged.is_empty());
         parts.root.settle()?;
         Ok(Self {
+            merger: Merger::new(&parts),
             parts,
             images: RwLock::new(images),
             owners: Keyed::default(),

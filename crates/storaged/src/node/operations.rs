@@ -11,6 +11,7 @@ use crate::image::disk::Disk;
 use crate::image::memory::Memory;
 use crate::image::record::{self, Key, MemoryRecord};
 use crate::library::Held;
+use crate::merger::{DISK_DEPTH, MEMORY_DEPTH};
 use crate::names::{LayerName, Owner};
 use crate::protocol::{Stack, StackKind};
 use crate::transfer;
@@ -53,6 +54,7 @@ impl Node {
         let _turn = self.owners.lock(owner);
         let disk = self.disk(owner)?;
         disk.open()?;
+        self.merger.ask(&disk.stack(), DISK_DEPTH);
         self.show_disk(&disk)
     }
 
@@ -111,6 +113,9 @@ impl Node {
             if was_idle { memory.wake() } else { Ok(()) }.and_then(|()| self.attach(owner, Arc::clone(&memory), false));
         if was_idle && attached.is_err() {
             self.forget_memory(&memory);
+        }
+        if attached.is_ok() {
+            self.merger.ask(stack, MEMORY_DEPTH);
         }
         attached
     }
@@ -225,6 +230,7 @@ impl Node {
         for memory in &gone {
             self.forget_memory(memory);
         }
+        self.parts.library.merges().forget(layers);
     }
 
     /// The record of *memory*, which is none when nobody uses it. For this boot only, so not synced.

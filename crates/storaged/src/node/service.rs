@@ -205,6 +205,7 @@ impl Service {
             let images = self.node.images();
             (images.disks.len(), images.memories.len() - images.idle.len(), images.damaged.len(), images.frozen.len())
         };
+        let (merged, merged_bytes) = self.node.parts.library.merges().count();
         let work = self.work();
         let calls: BTreeMap<_, _> = work
             .calls
@@ -220,6 +221,8 @@ impl Service {
             "index_bytes": self.node.parts.stacks.memory_bytes(),
             "running": work.running,
             "remote": self.node.parts.library.remotes().statistics(),
+            "merging": self.node.merger.waiting(),
+            "merged": { "layers": merged, "bytes": merged_bytes },
             "calls": calls,
             "fuse": self.node.front().map(crate::fuse::Front::statistics),
             "ublk": self.node.blocks().map(crate::ublk::Front::statistics),

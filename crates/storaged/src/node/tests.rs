@@ -316,3 +316,124 @@ fn a_full_stack_of_layers_that_are_none_is_corrupt() {
     }
     assert!(fs::read_dir(bench.directory.path().join("uppers")).unwrap().next().is_none());
 }
+
+/// A stack of *depth* layers, each of which changes two pages of a base, and the bytes it shows.
+fn deep(bench: &Bench, depth: usize) -> (Value, Vec<u8>) {
+    let stack = bench.imported(&vec![200; 1 << 18]);
+    bench.fine("create_disk", json!({ "owner": "deep", "stack": stack }));
+    let disk = bench.device(Kind::Disk, "deep");
+    let mut sealed = stack;
+    for round in 1..depth as u64 {
+        disk.write(&[u8::try_from(round).unwrap(); 4096], round % 7 * 8192, false).unwrap();
+        disk.discard(round % 5 * 20_480, 4096).unwrap();
+        sealed = bench.fine("seal_disk", json!({ "owner": "deep" }))["stack"].take();
+    }
+    let content = whole(&*disk);
+    bench.fine("remove", json!({ "owner": "deep" }));
+    (sealed, content)
+}
+
+/// From how many files *stack* is read; it shows *content*.
+fn read_from(bench: &Bench, stack: &Value, content: &[u8]) -> usize {
+    let stack: Stack = serde_json::from_value(stack.clone()).unwrap();
+    let view = bench.service.node().parts.stacks.open(&stack).unwrap();
+    let mut buf = vec![0xee; usize::try_from(SIZE).unwrap()];
+    view.read(&mut buf, 0).unwrap();
+    assert!(buf == content);
+    view.depth()
+}
+
+fn merged_files(bench: &Bench) -> usize {
+    fs::read_dir(bench.directory.path().join("merged")).unwrap().count()
+}
+
+#[test]
+fn a_deep_stack_of_memory_is_read_through_fewer_layers_and_shows_the_same() {
+    let bench = bench();
+    let (stack, content) = deep(&bench, 17);
+    assert_eq!(read_from(&bench, &stack, &content), 17);
+    let path = bench.fine("attach_memory", json!({ "owner": "a", "stack": stack }));
+    bench.service.node().merger.wait_idle();
+    assert!(whole(&*bench.device(Kind::Memory, &name_of(&path))) == content);
+    bench.fine("detach", json!({ "owner": "a" }));
+    let again = bench.fine("attach_memory", json!({ "owner": "b", "stack": stack }));
+    assert_eq!(again, path);
+    assert!(whole(&*bench.device(Kind::Memory, &name_of(&path))) == content);
+    assert!(read_from(&bench, &stack, &content) <= 2, "the base, and the rest");
+    assert_eq!(bench.fine("statistics", json!({}))["merged"]["layers"], json!(1));
+    let layers = bench.fine("layers", json!({}));
+    assert_eq!(layers["layers"].as_array().unwrap().len(), 17, "nobody is told of a copy");
+
+    let bench = bench.reopen();
+    assert!(read_from(&bench, &stack, &content) <= 2);
+    // One that is damaged is not used, and the layers are as good as ever.
+    let copy = |ending: &str| {
+        let entries = fs::read_dir(bench.directory.path().join("merged")).unwrap();
+        entries.map(|entry| entry.unwrap().path()).find(|path| path.extension().unwrap() == ending).unwrap()
+    };
+    let file = File::options().write(true).open(copy("lsmt")).unwrap();
+    file.set_len(file.metadata().unwrap().len() - 4096).unwrap();
+    let bench = bench.reopen();
+    assert_eq!(read_from(&bench, &stack, &content), 17);
+    assert_eq!(merged_files(&bench), 0);
+
+    bench.fine("attach_memory", json!({ "owner": "c", "stack": stack }));
+    bench.service.node().merger.wait_idle();
+    assert_eq!(merged_files(&bench), 2);
+    let delete = json!({ "layers": stack["layers"] });
+    assert_eq!(bench.fine("delete_layers", delete.clone())["deleted"], json!([]));
+    for owner in ["b", "c"] {
+        bench.fine("remove", json!({ "owner": owner }));
+    }
+    assert_eq!(bench.fine("delete_layers", delete)["deleted"].as_array().unwrap().len(), 17);
+    assert_eq!(merged_files(&bench), 0, "a copy goes with what it is a copy of");
+}
+
+#[test]
+fn a_copy_that_was_cut_short_or_whose_layers_are_gone_is_removed_at_start() {
+    let bench = bench();
+    let (stack, content) = deep(&bench, 20);
+    bench.fine("attach_memory", json!({ "owner": "a", "stack": stack }));
+    bench.service.node().merger.wait_idle();
+    assert_eq!(merged_files(&bench), 2);
+    bench.file(&format!("merged/{}.lsmt", "ab".repeat(16)), b"no record");
+    bench.file(&format!("merged/{}.sources", "cd".repeat(16)), b"no record");
+    bench.file("temporary/half", b"a copy");
+    let bench = bench.reopen();
+    assert_eq!(merged_files(&bench), 2);
+    assert!(read_from(&bench, &stack, &content) <= 2);
+    bench.fine("remove", json!({ "owner": "a" }));
+    fs::remove_file(bench.directory.path().join("layers").join(stack["layers"][19].as_str().unwrap())).unwrap();
+    let bench = bench.reopen();
+    assert_eq!(merged_files(&bench), 0);
+}
+
+#[test]
+fn a_longer_copy_takes_the_place_of_a_shorter_one_that_nobody_reads() {
+    let bench = bench();
+    let (stack, content) = deep(&bench, 40);
+    let part = |layers: usize| {
+        let layers = &stack["layers"].as_array().unwrap()[..layers];
+        json!({ "layers": layers, "size_bytes": SIZE })
+    };
+    for depth in [17, 39] {
+        bench.fine("attach_memory", json!({ "owner": "a", "stack": part(depth) }));
+        bench.service.node().merger.wait_idle();
+        bench.fine("detach", json!({ "owner": "a" }));
+    }
+    assert!(read_from(&bench, &stack, &content) <= 3);
+    assert_eq!(bench.fine("statistics", json!({}))["merging"], json!(0));
+    let bench = bench.reopen();
+    assert_eq!(merged_files(&bench), 2, "the shorter one is within the longer one");
+    assert!(read_from(&bench, &stack, &content) <= 3);
+}
+
+#[test]
+fn a_daemon_that_ends_waits_for_no_merge() {
+    let bench = bench();
+    let (stack, content) = deep(&bench, 30);
+    bench.fine("attach_memory", json!({ "owner": "a", "stack": stack }));
+    let bench = bench.reopen();
+    read_from(&bench, &stack, &content);
+    assert!(fs::read_dir(bench.directory.path().join("temporary")).unwrap().next().is_none());
+}
