@@ -21,6 +21,7 @@ mod shown;
 use shown::{Aligned, BLOCK, Bytes, Table, direct, id};
 
 const MIB: usize = 1 << 20;
+const KILLS: usize = 30;
 
 /// One test at a time: they look at all devices there are.
 static TURN: Mutex<()> = Mutex::new(());
@@ -421,27 +422,28 @@ fn a_daemon_that_is_killed_under_load_loses_no_write() {
         "--ioengine=libaio",
         "--iodepth=16",
         "--size=64m",
-        "--io_size=96m",
+        "--io_size=192m",
         "--verify=crc32c",
         "--verify_fatal=1",
         "--verify_backlog=256",
         "--minimal",
     ];
-    let fio = Command::new("fio").arg(format!("--filename={}", path.display())).args(job).stdout(Stdio::null()).spawn();
-    let mut fio = fio.unwrap();
     let mut dice = shown::Dice(7);
     let mut kills = 0;
-    while fio.try_wait().unwrap().is_none() {
-        // Not a wait for anything: some load between two kills.
-        std::thread::sleep(Duration::from_millis(200 + dice.below(800)));
-        daemon.kill();
-        kills += 1;
-        daemon = Daemon::start(directory.path());
-        assert_eq!(daemon.wait_ready(), path);
+    while kills < KILLS {
+        let mut fio = Command::new("fio");
+        let mut fio =
+            fio.arg(format!("--filename={}", path.display())).args(job).stdout(Stdio::null()).spawn().unwrap();
+        while fio.try_wait().unwrap().is_none() {
+            // Not a wait for anything: some load between two kills.
+            std::thread::sleep(Duration::from_millis(200 + dice.below(800)));
+            daemon.kill();
+            kills += 1;
+            daemon = Daemon::start(directory.path());
+            assert_eq!(daemon.wait_ready(), path);
+        }
+        assert!(fio.wait().unwrap().success());
     }
-    assert!(fio.wait().unwrap().success());
-    println!("killed {kills} times");
-    assert!(kills > 0);
     daemon.0.stdin.take().unwrap().write_all(b"end\n").unwrap();
     assert!(daemon.0.wait().unwrap().success());
     assert!(devices().is_empty());
