@@ -2,7 +2,7 @@
 
 Every call that changes a file is followed by a copy of the directory, which is what a
 kill at that point leaves. Each copy is then opened like any other directory. (A power
-failure may also lose what was not synced; that is not shown here.)
+failure may also lose what was not synced: `test_durable`.)
 """
 
 import os
