@@ -150,6 +150,7 @@ def read_header(fd: int) -> Header:
         and _HEADER.size <= length <= len(data)
         and l1_entries(size) <= l1_count <= l1_entries(LARGEST_BYTES)
         and l1_offset % CLUSTER_BYTES == 0
+        and l1_offset <= OFFSET_MASK  # beyond, no file has a byte, and the kernel takes no such offset
         and name_length <= _LONGEST_NAME
         and name_offset + name_length <= len(data)
     )
