@@ -9,6 +9,7 @@ import pytest
 from agentenv.model.errors import Exhausted, NotFound, Unavailable
 from agentenv.model.lifecycle import State
 from agentenv.model.machine import Machine
+from agentenv.model.policy import EgressPolicy
 from agentenv.node.spares import Spares, SpareSettings
 from agentenv.testing.audit import faults
 from agentenv.testing.clock import JumpingClock
@@ -59,6 +60,17 @@ async def test_every_way_to_start_takes_one_that_waits_and_another_takes_its_pla
     counted = fake.host.spares.statistics()
     assert (counted.hits, counted.misses, counted.broken) == (4, 0, 0)
     assert await faults(fake) == []
+    await fake.stop()
+
+
+async def test_the_slot_of_one_that_waited_has_the_policy_of_its_sandbox(tmp_path: Path) -> None:
+    fake = await begun(tmp_path)
+    closed = EgressPolicy(allow_internet=False)
+
+    sandbox = await fake.create(egress=closed)
+
+    assert fake.host.spares.statistics().hits == 1
+    assert fake.world.slots.policies[fake.host.live[sandbox.id].slot.index] == closed
     await fake.stop()
 
 
