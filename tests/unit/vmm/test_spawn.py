@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import resource
 import signal
 import subprocess
 import tempfile
@@ -102,6 +103,15 @@ async def test_signals_are_as_a_program_expects_them(spawner: Spawner) -> None:
     masks = {line.split(":")[0]: int(line.split()[1], 16) for line in status.splitlines()}
     assert masks["SigBlk"] == 0
     assert not masks["SigIgn"] >> (signal.SIGPIPE - 1) & 1
+
+
+async def test_it_leaves_no_core_with_guest_memory_in_it(spawner: Spawner, pipe: tuple[int, int]) -> None:
+    started = await start_waiting(spawner, pipe[0])
+
+    assert resource.prlimit(started.identity.pid, resource.RLIMIT_CORE) == (0, 0)
+    process = Process(started.identity, pidfd=started.pidfd)
+    process.kill()
+    await process.wait()
 
 
 async def test_the_kernel_kills_it_before_the_server(spawner: Spawner, pipe: tuple[int, int]) -> None:
