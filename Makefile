@@ -6,7 +6,7 @@ BIN := .venv/bin
 CARGO_TARGET := --target x86_64-unknown-linux-gnu
 SETUP := $(PYTHON) -m tools.setup
 
-.PHONY: help setup demo test lab check format bench docs envd guest base qemu10 lock clean
+.PHONY: help setup demo test lab check format bench docs envd storaged guest base qemu10 lock clean
 
 help: ## this list
 	@sed -n 's/^\([a-z0-9]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 10
@@ -53,6 +53,9 @@ docs: ## write the generated parts of docs and spec anew
 
 envd: ## only the guest agent
 	@$(SETUP) packages envd
+
+storaged: ## only the storage daemon
+	@$(SETUP) packages venv storaged
 
 guest: ## only the guest kernel and initramfs
 	@$(SETUP) packages venv envd guest

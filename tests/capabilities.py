@@ -28,6 +28,13 @@ def find_envd() -> Path | None:
     return next((place for place in places if place.is_file()), None)
 
 
+def find_storaged() -> Path | None:
+    """Return the storage daemon that set-up built, or None."""
+    named = os.environ.get("AENV_STORAGE_DAEMON_BINARY")
+    places = [Path(named)] if named else [REPO / "target" / part / "release/storaged" for part in (_TARGET, "")]
+    return next((place.resolve() for place in places if place.is_file()), None)
+
+
 _TARGET: Final = "x86_64-unknown-linux-gnu"
 
 
@@ -130,6 +137,10 @@ def _lab() -> str | None:
     return None if os.environ.get("AENV_LAB") == "1" else "only in the lab host (make lab)"
 
 
+def _storaged() -> str | None:
+    return None if find_storaged() else "the storage daemon is not built (make storaged)"
+
+
 PROBES: Final[Mapping[str, Callable[[], str | None]]] = {
     "root": _root,
     "qemu": _program(QEMU),
@@ -151,6 +162,7 @@ PROBES: Final[Mapping[str, Callable[[], str | None]]] = {
     "fuse": _device("/dev/fuse"),
     "kvm": _device("/dev/kvm"),
     "envd": _envd,
+    "storaged": _storaged,
     "guest": _guest,
     "base": _base,
     "lab": _lab,

@@ -7,7 +7,6 @@ all three, so that two checkouts that share a cache never meet in one home.
 import hashlib
 import json
 import os
-import shutil
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -31,7 +30,7 @@ def running_server(
     """
     server = Server(home=home_of(name), runtime=Path(f"/run/aenv-test-{prefix}"), prefix=prefix, net=net)
     with alone_at(server.runtime):
-        shutil.rmtree(server.runtime, ignore_errors=True)
+        server.clear()
         server.start()
         try:
             server.delete_all()
@@ -39,9 +38,9 @@ def running_server(
             yield server
             server.delete_all()
         finally:
-            server.stop()
+            server.leave()
             left = leaks(server)
-            shutil.rmtree(server.runtime, ignore_errors=True)
+            server.clear()
             problems = {
                 kind: sorted(items)
                 for kind in ("processes", "namespaces", "links", "mounts", "loops", "tables", "sockets")
@@ -54,7 +53,8 @@ def home_of(name: str) -> Path:
     version = subprocess.run([QEMU, "--version"], capture_output=True, text=True, check=True).stdout
     guest = (GUEST_DIR / "current").read_text().strip() if (GUEST_DIR / "current").is_file() else ""
     rootfs = BASE_ROOTFS.stat()
-    key = json.dumps([str(REPO), version, guest, rootfs.st_size, rootfs.st_mtime_ns])
+    back_end = os.environ.get("AENV_STORAGE_BACKEND", "auto")
+    key = json.dumps([str(REPO), back_end, version, guest, rootfs.st_size, rootfs.st_mtime_ns])
     return HOMES / f"{name}-{hashlib.sha256(key.encode()).hexdigest()[:12]}"
 
 
@@ -95,12 +95,12 @@ def running_on(disk: Path, *, prefix: str, net: int) -> Iterator[Server]:
     )
     subprocess.run(["cp", "-a", "--sparse=always", str(home_of(SUITES)), str(server.home)], check=True)
     with alone_at(server.runtime):
-        shutil.rmtree(server.runtime, ignore_errors=True)
+        server.clear()
         try:
             yield server.start()
             server.delete_all()
         finally:
-            server.stop()
+            server.leave()
             for process in leaks(server).processes:  # of a test that failed: they hold the disk
                 os.kill(int(process.split()[0]), signal.SIGKILL)
-            shutil.rmtree(server.runtime, ignore_errors=True)
+            server.clear()

@@ -9,6 +9,7 @@ import json
 import os
 import re
 import secrets
+import shutil
 import signal
 import socket
 import subprocess
@@ -22,7 +23,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.capabilities import GUEST_DIR, QEMU, REPO
+from tests.capabilities import GUEST_DIR, QEMU, REPO, find_storaged
+from tests.daemon import end_daemon
 
 READY_S = 120.0
 MOST_WARM_SLOTS = 30  # network.warm_high, those being made or with a spare VMM in them, and the resolver's link
@@ -77,6 +79,7 @@ class Server:
             f'[paths]\nhome = "{self.home}"\nruntime = "{self.runtime}"\n'
             f'[guest]\nimage_dir = "{GUEST_DIR}"\nca_bundle = "{_ca_bundle()}"\n'
             f'[vmm]\nqemu_binary = "{QEMU}"\n'
+            f'[storage]\ndaemon_binary = "{find_storaged() or "storaged"}"\n'
             f"[network]\n{NETWORK.format(prefix=self.prefix, net=self.net, veth_net=self.net + 1)}{self.extra}"
         )
         with self.log.open("ab") as log:
@@ -97,6 +100,16 @@ class Server:
             self.process.send_signal(signal.SIGTERM)
             self.process.wait(60)
             self.process = None
+
+    def leave(self) -> None:
+        """Stop for good: the storage daemon, which outlives servers, ends too."""
+        self.stop()
+        end_daemon(self.runtime / "storage")
+
+    def clear(self) -> None:
+        """Remove the runtime directory, also where a run that was ended by force left something mounted in it."""
+        end_daemon(self.runtime / "storage")
+        shutil.rmtree(self.runtime, ignore_errors=True)
 
     def kill(self) -> None:
         if self.process is not None:
@@ -249,7 +262,8 @@ def _leaks(server: Server, waiting: frozenset[str]) -> Leaks:
         sockets=frozenset(
             line.split()[-1]
             for line in Path("/proc/net/unix").read_text().splitlines()
-            if f"{runtime}/vm/" in line and not any(f"{directory}/" in line for directory in waiting)
+            if any(f"{runtime}/{part}/" in line for part in ("vm", "storage"))
+            and not any(f"{directory}/" in line for directory in waiting)
         ),
         files=frozenset(path for path in _files(server) if str(Path(path).parent) not in waiting),
     )
@@ -312,6 +326,8 @@ def _processes(runtime: str, waiting: frozenset[str]) -> Iterator[str]:
             command = path.read_bytes().replace(b"\0", b" ").decode(errors="replace")
         except OSError:
             continue
+        if f"{runtime}/storage/" in command:
+            yield f"{path.parent.name} {command[:60]} ..."
         _, runs_in, which = command.partition(f"{runtime}/vm/")
         waits = any(f"{directory}/" in command for directory in waiting)
         if runs_in and not waits:  # however long what precedes it is, its sandbox is told

@@ -34,7 +34,7 @@ def demo() -> int:
         if older != home:  # made with another guest or another QEMU: nothing of it loads any more
             shutil.rmtree(older)
     server = Server(home=home, runtime=RUNTIME, prefix=PREFIX, net=NET)
-    shutil.rmtree(server.runtime, ignore_errors=True)
+    server.clear()
     started = time.monotonic()
     status = 1
     try:
@@ -46,9 +46,9 @@ def demo() -> int:
     except AssertionError as error:
         say(f"error: {error}")
     finally:
-        server.stop()
+        server.leave()
     found = leaks(server)
-    shutil.rmtree(server.runtime, ignore_errors=True)
+    server.clear()
     left = {kind: sorted(items) for kind in LEFT if (items := getattr(found, kind))}
     if left:
         say(f"error: the server left something behind: {left}")

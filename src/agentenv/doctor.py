@@ -14,10 +14,12 @@ import subprocess
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal
 
-from agentenv.guest.image import HOW_TO_GET_ONE, load_guest
+from agentenv.guest.image import load_guest
 from agentenv.model.errors import AgentEnvError
+from agentenv.storage.choice import choose, lack_of_layered
+from agentenv.storage.layout import BackEnd, written_by
 from agentenv.vmm.accelerator import probe_accelerator
 from agentenv.vmm.qemu import QemuVmm
 
@@ -53,6 +55,8 @@ class Places:
     home: Path
     guest_dir: Path
     qemu: str
+    daemon: str = "storaged"
+    back_end: Literal["auto", "layered", "plain"] = "auto"
     dev: Path = Path("/dev")
     proc: Path = Path("/proc")
     sys: Path = Path("/sys")
@@ -66,7 +70,7 @@ def examine(places: Places) -> list[Finding]:
     """Return every finding, in the order in which a person would mend them."""
     checks: tuple[Callable[[Places], Finding], ...] = (
         architecture, kernel, privileges, accelerator, qemu, guest, tun, namespaces, nftables, mke2fs, fuse, ublk,
-        cgroups, memory, disk, open_files, certificates,
+        storage, cgroups, memory, disk, open_files, certificates,
     )  # fmt: skip
     return [check(places) for check in checks]
 
@@ -137,7 +141,7 @@ def guest(places: Places) -> Finding:
     except (AgentEnvError, OSError) as error:
         return Finding(
             "guest image", False, str(error), "no sandbox can be started",
-            HOW_TO_GET_ONE,
+            "make guest, and set guest.image_dir (AENV_GUEST_IMAGE_DIR) to where it is",
         )  # fmt: skip
     return Finding("guest image", True, f"kernel {image.kernel_version}, {image.digest[:12]}")
 
@@ -191,6 +195,20 @@ def fuse(places: Places) -> Finding:
     if trouble is None:
         return Finding("fuse", True, str(places.dev / "fuse"))
     return Finding("fuse", None, trouble, "no layered images over FUSE; plain files are used", "modprobe fuse")
+
+
+def storage(places: Places) -> Finding:
+    """Which back end a server would use here."""
+    root = places.home / "storage"
+    try:
+        lack = lack_of_layered(places.daemon, fuse=places.dev / "fuse")
+        chosen = choose(places.back_end, written_by(root), lack)
+    except AgentEnvError as error:
+        return Finding("storage", False, error.message, "the server does not start", error.hint or "")
+    if chosen.back_end is BackEnd.LAYERED:
+        return Finding("storage", True, f"layered images over FUSE: {chosen.reason}")
+    less = "no live snapshots, no balloon; a pause writes all that changed since the template"
+    return Finding("storage", None, f"plain files: {chosen.reason}", less)
 
 
 def ublk(places: Places) -> Finding:

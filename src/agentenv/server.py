@@ -5,7 +5,6 @@ takes them over. Started twice on one home, the second says so and ends.
 """
 
 import asyncio
-import os
 import platform
 import uuid
 from collections.abc import AsyncIterator
@@ -28,7 +27,6 @@ from agentenv.api.upload import Uploads
 from agentenv.config.resolve import Resolved
 from agentenv.config.schema import Settings
 from agentenv.config.secrets import RUN_SECRETS, load_api_key, load_credentials
-from agentenv.doctor import Places
 from agentenv.guest.agent import HttpAgents
 from agentenv.guest.contract import CaBundle
 from agentenv.guest.image import load_guest
@@ -48,7 +46,6 @@ from agentenv.node.service import NodeService
 from agentenv.node.spares import Spares, SpareSettings
 from agentenv.node.statistics import NodeStatistics
 from agentenv.node.timings import Timings
-from agentenv.preconditions import require_privileges, writable_directory
 from agentenv.proxy.app import Proxy
 from agentenv.proxy.inbound.limits import ServerLimits
 from agentenv.proxy.inbound.serve import http_server, raise_descriptor_limit
@@ -56,7 +53,8 @@ from agentenv.proxy.metrics import ProxyMetrics
 from agentenv.proxy.settings import ProxySettings
 from agentenv.state.engine import sqlite_url
 from agentenv.state.sql import SqlStore
-from agentenv.storage.plain import PlainStorage
+from agentenv.storage.choice import look, open_storage
+from agentenv.storage.contract import Storage
 from agentenv.templates.service import BuildLimits, TemplateBuilder
 from agentenv.vmm.qemu import QemuVmm
 
@@ -107,17 +105,13 @@ def key_origin(settings: Settings) -> str:
 async def _node(settings: Settings) -> AsyncIterator[tuple[NodeService, Proxy]]:
     """A started node behind its API and proxy."""
     home, runtime = settings.paths.home, settings.paths.runtime
-    require_privileges(
-        Places(home=home, guest_dir=settings.guest_dir, qemu=settings.vmm.qemu_binary), user=os.geteuid()
-    )
-    guest = await asyncio.to_thread(load_guest, settings.guest_dir)
-    writable_directory(home, setting="paths.home")
-    writable_directory(runtime, setting="paths.runtime")
+    for directory in (home, runtime):
+        directory.mkdir(parents=True, exist_ok=True, mode=0o755)
     clock = SystemClock()
     metrics = CollectorRegistry()
     async with AsyncExitStack() as opened:
         opened.enter_context(alone_in(runtime))
-        storage = PlainStorage(home / "storage")
+        storage = await _storage(settings)
         await storage.start()
         opened.push_async_callback(storage.close)
 
@@ -126,6 +120,7 @@ async def _node(settings: Settings) -> AsyncIterator[tuple[NodeService, Proxy]]:
         await store.start()
         opened.push_async_callback(store.close)
 
+        guest = await asyncio.to_thread(load_guest, settings.guest_dir)
         vmm = QemuVmm(
             binary=settings.vmm.qemu_binary,
             accelerator=settings.vmm.accelerator,
@@ -186,6 +181,13 @@ async def _node(settings: Settings) -> AsyncIterator[tuple[NodeService, Proxy]]:
         registry.listen(lambda before, after: _forget_connections(proxy, before, after))
         opened.push_async_callback(proxy.close)
         yield node, proxy
+
+
+async def _storage(settings: Settings) -> Storage:
+    root, program = settings.paths.home / "storage", settings.storage.daemon_binary
+    chosen = await asyncio.to_thread(look, settings.storage.backend, root, program)
+    log.info("storage", back_end=chosen.back_end.value, because=chosen.reason)
+    return open_storage(chosen, root, settings.paths.runtime / "storage", program)
 
 
 def _forget_connections(proxy: Proxy, before: Sandbox | None, after: Sandbox | None) -> None:

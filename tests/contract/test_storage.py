@@ -12,13 +12,16 @@ from typing import Protocol
 
 import pytest
 
-from agentenv.model.errors import AlreadyExists, Bug, Conflict, Invalid, NotFound, Unavailable
+from agentenv.model.errors import AlreadyExists, Bug, Conflict, Invalid, NotFound, Unavailable, Unsupported
 from agentenv.model.ids import BlobId, LayerId
 from agentenv.model.machine import BlockTarget
 from agentenv.model.snapshot import Stack
 from agentenv.storage.contract import Storage
+from agentenv.storage.layered.storage import LayeredStorage
 from agentenv.storage.plain import PlainStorage
 from agentenv.testing.storage import FakeStorage
+from tests.capabilities import find_storaged
+from tests.daemon import end_daemon, short_directory
 from tests.unit.storage.disk_guest import GuestDisk
 from tests.unit.storage.memory_guest import MemoryGuest
 
@@ -83,6 +86,37 @@ class PlainLab:
         for guest in self._guests:
             guest.kill()
         await self.storage.close()
+
+
+class LayeredLab:
+    """The daemon is one of its own, and ends with the lab."""
+
+    def __init__(self, root: Path, runtime: Path) -> None:
+        self._root = root
+        self._runtime = runtime
+        self._guests: list[MemoryGuest] = []
+        self.storage: Storage = self._server()
+
+    def _server(self) -> LayeredStorage:
+        return LayeredStorage(self._root, self._runtime, str(find_storaged()))
+
+    async def restart(self) -> None:
+        await self.storage.close()
+        self.storage = self._server()
+        await self.storage.start()
+
+    def map(self, path: Path) -> Memory:
+        self._guests.append(MemoryGuest(path))
+        return self._guests[-1]
+
+    def stranger(self) -> int:
+        return os.getpid()
+
+    async def close(self) -> None:
+        for guest in self._guests:
+            guest.kill()
+        await self.storage.close()
+        end_daemon(self._runtime)
 
 
 class FakeMemory:
@@ -218,43 +252,6 @@ class StorageSuite:
         for last in range(33, 40):
             expected = f"{last:04}".encode()
             assert disk.read((last % 7) * 300 * KIB, 4) == clone.read((last % 7) * 300 * KIB, 4) == expected
-
-    async def test_a_failed_switch_changes_nothing(self, lab: Lab, tmp_path: Path) -> None:
-        disk = GuestDisk(await lab.storage.create_disk("one", await self.base(lab, tmp_path)))
-        disk.write(9, b"kept")
-        before = await lab.storage.open_disk("one")
-
-        async def fail(target: BlockTarget) -> None:
-            raise Unavailable("the VMM does not answer")
-
-        with pytest.raises(Unavailable, match="the VMM does not answer"):
-            await lab.storage.seal_disk("one", fail)
-
-        assert await lab.storage.open_disk("one") == before
-        disk.write(13, b"going on")
-        assert disk.read(9, 12) == b"keptgoing on"
-        await lab.storage.seal_disk("one", disk.switch)
-        assert disk.read(9, 12) == b"keptgoing on"
-
-    async def test_a_seal_cancelled_in_the_switch_loses_nothing(self, lab: Lab, tmp_path: Path) -> None:
-        disk = GuestDisk(await lab.storage.create_disk("one", await self.base(lab, tmp_path)))
-        disk.write(9, b"kept")
-        reached = asyncio.Event()
-
-        async def hang(target: BlockTarget) -> None:
-            reached.set()
-            await asyncio.Event().wait()
-
-        sealing = asyncio.create_task(lab.storage.seal_disk("one", hang))
-        await reached.wait()
-        sealing.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await sealing
-
-        disk = GuestDisk(await lab.storage.open_disk("one"))
-        assert disk.read(9, 4) == b"kept"
-        await lab.storage.seal_disk("one", disk.switch)
-        assert disk.read(9, 4) == b"kept"
 
     async def test_recovering_a_disk_with_nothing_to_recover_leaves_it_alone(self, lab: Lab, tmp_path: Path) -> None:
         target = await lab.storage.create_disk("one", await self.base(lab, tmp_path))
@@ -427,6 +424,41 @@ class StorageSuite:
             with pytest.raises(Invalid):
                 await lab.storage.attach_memory("one", Stack(stack.layers, size))
 
+    async def test_a_frozen_memory_is_what_the_guest_had_then(self, lab: Lab) -> None:
+        guest = await self.resumed(lab, "one", await self.captured(lab, {0: b"base", PAGE: b"page"}))
+        guest.write(0, b"then")
+        try:
+            frozen = await lab.storage.freeze_memory("one", guest.pid)
+        except Unsupported:
+            return  # the caller captures while the guest is paused
+        assert frozen.memory_bytes == MEMORY
+        guest.write(0, b"now!")
+        child = lab.map(await lab.storage.attach_memory("child", frozen))
+        assert child.read(0, 4) + child.read(PAGE, 4) == b"thenpage"
+        child.write(2 * PAGE, b"child")
+        stack = await lab.storage.capture_frozen(frozen)
+        await lab.storage.thaw(frozen)
+        await lab.storage.thaw(frozen)
+        with pytest.raises(NotFound):
+            await lab.storage.capture_frozen(frozen)
+        assert guest.read(0, 4) == b"now!"
+        assert child.read(0, 4) + child.read(2 * PAGE, 5) == b"thenchild"
+        other = await self.resumed(lab, "other", stack)
+        assert other.read(0, 4) + other.read(PAGE, 4) + other.read(2 * PAGE, 5) == b"thenpage" + bytes(5)
+        lab.storage.unpin(stack.layers, ())
+        after = await self.paused(lab, "child", child)
+        again = await self.resumed(lab, "again", after)
+        assert again.read(0, 4) + again.read(2 * PAGE, 5) == b"thenchild"
+
+    async def test_what_cannot_be_frozen_is_left_alone(self, lab: Lab) -> None:
+        guest = await self.resumed(lab, "one", Stack((), MEMORY))
+        with pytest.raises((NotFound, Unsupported)):
+            await lab.storage.freeze_memory("nobody", guest.pid)
+        with pytest.raises((Unavailable, Unsupported)):
+            await lab.storage.freeze_memory("one", lab.stranger())
+        guest.write(0, b"alive")
+        assert guest.read(0, 5) == b"alive"
+
     # Owners
 
     async def test_owners_are_who_has_a_disk_or_a_memory(self, lab: Lab) -> None:
@@ -488,11 +520,6 @@ class StorageSuite:
         with pytest.raises(NotFound):
             await lab.storage.flatten_memory(stack)
         assert lab.storage.owners() == frozenset()
-
-    async def test_layers_of_two_stacks_do_not_make_one(self, lab: Lab, tmp_path: Path) -> None:
-        one, two = await self.base(lab, tmp_path), await self.base(lab, tmp_path)
-        with pytest.raises(Invalid):
-            await lab.storage.create_disk("one", Stack(one.layers + two.layers, DISK))
 
     async def test_a_restarted_server_finds_everything(self, lab: Lab, tmp_path: Path) -> None:
         disk = GuestDisk(await lab.storage.create_disk("one", await self.base(lab, tmp_path)))
@@ -609,14 +636,6 @@ class StorageSuite:
         guest = await self.resumed(lab, "one", third)
         assert guest.read(0, 5) + guest.read(PAGE, 6) == b"firstsecond"
 
-    async def test_a_stack_keeps_what_lies_below_it(self, lab: Lab, tmp_path: Path) -> None:
-        disk = GuestDisk(await lab.storage.create_disk("one", await self.base(lab, tmp_path)))
-        sealed = await lab.storage.seal_disk("one", disk.switch)
-        await lab.storage.remove("one")
-        await lab.restart()  # no pins any more
-        await lab.storage.collect(sealed.layers[-1:], ())
-        assert GuestDisk(await lab.storage.create_disk("two", sealed)).read(0, 4) == b"base"
-
     async def test_pins_count(self, lab: Lab, tmp_path: Path) -> None:
         base = await self.base(lab, tmp_path)
         lab.storage.pin(base.layers, ())
@@ -723,7 +742,61 @@ class StorageSuite:
         assert usage.total_bytes == usage.used_bytes + usage.free_bytes
 
 
-class TestPlainStorage(StorageSuite):
+class FileSuite(StorageSuite):
+    """Of back ends whose layers are files that VMMs open, and that name each other: they switch, and know what fits."""
+
+    async def test_a_failed_switch_changes_nothing(self, lab: Lab, tmp_path: Path) -> None:
+        disk = GuestDisk(await lab.storage.create_disk("one", await self.base(lab, tmp_path)))
+        disk.write(9, b"kept")
+        before = await lab.storage.open_disk("one")
+
+        async def fail(target: BlockTarget) -> None:
+            raise Unavailable("the VMM does not answer")
+
+        with pytest.raises(Unavailable, match="the VMM does not answer"):
+            await lab.storage.seal_disk("one", fail)
+
+        assert await lab.storage.open_disk("one") == before
+        disk.write(13, b"going on")
+        assert disk.read(9, 12) == b"keptgoing on"
+        await lab.storage.seal_disk("one", disk.switch)
+        assert disk.read(9, 12) == b"keptgoing on"
+
+    async def test_a_seal_cancelled_in_the_switch_loses_nothing(self, lab: Lab, tmp_path: Path) -> None:
+        disk = GuestDisk(await lab.storage.create_disk("one", await self.base(lab, tmp_path)))
+        disk.write(9, b"kept")
+        reached = asyncio.Event()
+
+        async def hang(target: BlockTarget) -> None:
+            reached.set()
+            await asyncio.Event().wait()
+
+        sealing = asyncio.create_task(lab.storage.seal_disk("one", hang))
+        await reached.wait()
+        sealing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await sealing
+
+        disk = GuestDisk(await lab.storage.open_disk("one"))
+        assert disk.read(9, 4) == b"kept"
+        await lab.storage.seal_disk("one", disk.switch)
+        assert disk.read(9, 4) == b"kept"
+
+    async def test_layers_of_two_stacks_do_not_make_one(self, lab: Lab, tmp_path: Path) -> None:
+        one, two = await self.base(lab, tmp_path), await self.base(lab, tmp_path)
+        with pytest.raises(Invalid):
+            await lab.storage.create_disk("one", Stack(one.layers + two.layers, DISK))
+
+    async def test_a_stack_keeps_what_lies_below_it(self, lab: Lab, tmp_path: Path) -> None:
+        disk = GuestDisk(await lab.storage.create_disk("one", await self.base(lab, tmp_path)))
+        sealed = await lab.storage.seal_disk("one", disk.switch)
+        await lab.storage.remove("one")
+        await lab.restart()  # no pins any more
+        await lab.storage.collect(sealed.layers[-1:], ())
+        assert GuestDisk(await lab.storage.create_disk("two", sealed)).read(0, 4) == b"base"
+
+
+class TestPlainStorage(FileSuite):
     @pytest.fixture
     async def lab(self, tmp_path: Path) -> AsyncIterator[Lab]:
         lab = PlainLab(tmp_path / "storage")
@@ -736,7 +809,22 @@ class TestPlainStorage(StorageSuite):
             await PlainStorage(tmp_path / "storage").start()
 
 
-class TestFakeStorage(StorageSuite):
+@pytest.mark.needs("root", "fuse", "storaged")
+class TestLayeredStorage(StorageSuite):
+    @pytest.fixture
+    async def lab(self, tmp_path: Path) -> AsyncIterator[Lab]:
+        with short_directory() as runtime:
+            lab = LayeredLab(tmp_path / "storage", runtime)
+            await lab.storage.start()
+            yield lab
+            await lab.close()
+
+    async def test_one_process_has_the_directory(self, lab: Lab, tmp_path: Path) -> None:
+        with pytest.raises(Conflict):
+            await LayeredStorage(tmp_path / "storage", tmp_path / "elsewhere", str(find_storaged())).start()
+
+
+class TestFakeStorage(FileSuite):
     @pytest.fixture
     async def lab(self, tmp_path: Path) -> AsyncIterator[Lab]:
         lab = FakeLab(tmp_path / "storage")

@@ -1,7 +1,6 @@
 """Builds on a real server that end early: by Ctrl-C, by a delete, by kill -9 of the server. Nothing of them stays."""
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -27,13 +26,13 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     home = tmp_path_factory.mktemp("builds") / "home"
     server = Server(home=home, runtime=Path("/run/aenv-test-aeu"), prefix="aeu", net=127)
     with alone_at(server.runtime):
-        shutil.rmtree(server.runtime, ignore_errors=True)
+        server.clear()
         try:
             yield server.start()
         finally:
-            server.stop()
+            server.leave()
             left = leaks(server)
-            shutil.rmtree(server.runtime, ignore_errors=True)
+            server.clear()
     assert not any((left.processes, left.namespaces, left.links, left.tables, left.mounts)), left
 
 

@@ -19,6 +19,7 @@ CACHE = ROOT / ".cache"
 VENV = ROOT / ".venv"
 TARGET = "x86_64-unknown-linux-gnu"
 ENVD = ROOT / "target" / TARGET / "release/envd"
+STORAGED = ROOT / "target" / TARGET / "release/storaged"
 BASE_ROOTFS = CACHE / "base-rootfs.tar"
 GUEST = CACHE / "guest"
 KEPT_IMAGES = 4
@@ -116,6 +117,15 @@ def build_envd() -> None:
     console.run("guest agent", "crates.io", command, log("cargo"), cwd=ROOT)
 
 
+def build_storaged() -> None:
+    command = ["cargo", "build", "--release", "--locked", "--package", "storaged", "--target", TARGET]
+    console.run("storage daemon", "crates.io", command, log("cargo-storaged"), cwd=ROOT)
+    # Where a server that runs from this environment finds it.
+    beside = VENV / "bin/storaged"
+    beside.unlink(missing_ok=True)
+    beside.symlink_to(STORAGED)
+
+
 def build_guest() -> None:
     command = [str(VENV / "bin/python"), "-m", "agentenv.guest.image", "--envd", str(ENVD), "--out", str(GUEST)]
     console.run("guest kernel and initramfs", "Debian", command, log("guest"), cwd=ROOT)
@@ -153,6 +163,12 @@ STEPS = (
         build_venv,
     ),
     Step("envd", lambda: contents("crates/**/*", "Cargo.*", ".cargo/*", "rust-toolchain*"), (ENVD,), build_envd),
+    Step(
+        "storaged",
+        lambda: contents("crates/**/*", "Cargo.*", ".cargo/*", "rust-toolchain*"),
+        (STORAGED, VENV / "bin/storaged"),
+        build_storaged,
+    ),
     Step(
         "guest",
         lambda: [

@@ -30,4 +30,3 @@ pub mod stack;
 pub mod transfer;
 pub mod ublk;
 pub mod upper;
-pub mod working_set;

@@ -32,6 +32,8 @@ def doctor(
             home=settings.paths.home,
             guest_dir=settings.guest_dir,
             qemu=settings.vmm.qemu_binary,
+            daemon=settings.storage.daemon_binary,
+            back_end=settings.storage.backend,
             ca_bundle=settings.guest.ca_bundle,
         )
     )

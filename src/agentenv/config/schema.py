@@ -87,6 +87,22 @@ class Vmm(Section):
     command_timeout_s: Seconds = Field(10.0, description="For a monitor to carry out one command, in s.")
 
 
+class Storage(Section):
+    """How disks and memory are kept."""
+
+    backend: Literal["auto", "layered", "plain"] = Field(
+        "auto",
+        description="layered needs the storage daemon and /dev/fuse. auto goes on with what the home has data of, "
+        "else it is layered where this host can; the log says why.",
+    )
+    daemon_binary: str = Field(
+        "storaged",
+        min_length=1,
+        max_length=4096,
+        description="Name on the PATH, or path, of the storage daemon; looked for beside the server's Python, too.",
+    )
+
+
 class Guest(Section):
     """What boots inside a sandbox."""
 
@@ -269,6 +285,7 @@ class Settings(Section):
     paths: Paths = Paths()
     state: State = State()
     vmm: Vmm = Vmm()
+    storage: Storage = Storage()
     guest: Guest = Guest()
     network: Network = Network()
     sandbox: Sandbox = Sandbox()

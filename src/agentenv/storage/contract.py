@@ -36,12 +36,27 @@ class Collected:
     bytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class Frozen:
+    """A picture of a process's memory that stays as it is while the process runs on.
+
+    ``copied_s``: how long the process stood still for it. ``changed_bytes``: what a capture
+    of it will write at most, and what keeping it may cost the host in memory.
+    """
+
+    id: str
+    memory_bytes: int
+    copied_s: float
+    changed_bytes: int
+
+
 class Storage(Protocol):
     """One back end. Raises `NotFound` for a missing layer or owner, `NoSpace` when the
     disk is full (and then nothing has changed), `Bug` for a layer whose bytes are wrong,
-    `Invalid` for a size, a stack or an owner's name that cannot be.
+    `Invalid` for a size, a stack or an owner's name that cannot be. A back end may refuse
+    layers that were not made on top of each other (`Invalid`).
 
-    What `import_disk`, `seal_disk`, `capture_memory`, `flatten_memory` and `put_blob` return
+    What `import_disk`, `seal_disk`, `capture_memory`, `capture_frozen`, `flatten_memory` and `put_blob` return
     comes pinned, each part once: the caller unpins it when its records list it, or when
     it is not wanted after all. A call that is cancelled ends once nothing is being
     written for it any more; what it did by then stands, unpinned, and `detach`, `remove`
@@ -87,10 +102,11 @@ class Storage(Protocol):
 
     # Memory
 
-    async def attach_memory(self, owner: str, stack: Stack) -> Path:
+    async def attach_memory(self, owner: str, source: Stack | Frozen) -> Path:
         """Return a path to map privately for *owner*. An empty stack is zeroed memory.
 
-        `AlreadyExists` if it has memory attached: `detach` comes first.
+        `AlreadyExists` if it has memory attached: `detach` comes first. From a frozen memory
+        it starts before anything is written down; a `capture_frozen` must follow.
         """
         ...
 
@@ -110,6 +126,23 @@ class Storage(Protocol):
         changes on top, durable. Cost grows with changed pages, not with memory. `Unavailable`
         if the process ends meanwhile or is not the one that maps the memory.
         """
+        ...
+
+    async def freeze_memory(self, owner: str, pid: int) -> Frozen:
+        """Take a picture of the memory that process *pid* has mapped from *owner*'s path.
+
+        The VM is paused, and may run on as soon as this returns; `capture_frozen` writes the picture
+        down meanwhile, and `thaw` gives it up. Raises `Unsupported` where only a paused VM can be
+        captured, `Exhausted` if the host has no memory for it, `Unavailable` as `capture_memory`; the VM is as it was.
+        """
+        ...
+
+    async def capture_frozen(self, frozen: Frozen) -> Stack:
+        """The same as `capture_memory` when the picture was taken. `NotFound` once it is thawed."""
+        ...
+
+    async def thaw(self, frozen: Frozen) -> None:
+        """Give the picture up. Idempotent. Who has attached it keeps what it needs."""
         ...
 
     async def flatten_memory(self, stack: Stack) -> Stack:
@@ -152,7 +185,7 @@ class Storage(Protocol):
     async def collect(self, layers: Collection[LayerId], blobs: Collection[BlobId]) -> Collected:
         """Remove every layer and blob that is neither given here, nor pinned, nor part of an attachment.
 
-        The caller passes everything that its records refer to. Parts made after the
+        The caller passes everything that its records refer to: all layers of a stack. Parts made after the
         call began are left alone.
         """
         ...

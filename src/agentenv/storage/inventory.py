@@ -5,7 +5,6 @@ making are not known, so a collection cannot see them.
 """
 
 import os
-from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -19,6 +18,7 @@ from agentenv.model.snapshot import Stack
 from agentenv.storage.files import open_sealed
 from agentenv.storage.layout import LayerKind, Layout, layer_kind, layer_names
 from agentenv.storage.pages import read_summary
+from agentenv.storage.pins import Pins
 from agentenv.storage.qcow2 import read_header
 
 _DEEPEST: Final = 4096
@@ -52,8 +52,7 @@ class Inventory:
     def __init__(self, layers: Iterable[Layer], blobs: Iterable[BlobId]) -> None:
         self._layers = {layer.id: layer for layer in layers}
         self._blobs = set(blobs)
-        self._layer_pins: Counter[LayerId] = Counter()
-        self._blob_pins: Counter[BlobId] = Counter()
+        self._pins = Pins()
 
     # What there is
 
@@ -129,16 +128,11 @@ class Inventory:
             self.layer(layer)
         for blob in blobs:
             self.require_blob(blob)
-        self._layer_pins.update(layers)
-        self._blob_pins.update(blobs)
+        self._pins.add(layers, blobs)
 
     def unpin(self, layers: Collection[LayerId], blobs: Collection[BlobId]) -> None:
         """Raises `Bug`, and unpins nothing, for more than was pinned."""
-        fewer_layers, fewer_blobs = Counter(layers), Counter(blobs)
-        if not (fewer_layers <= self._layer_pins and fewer_blobs <= self._blob_pins):
-            raise Bug("unpinned what is not pinned")
-        self._layer_pins -= fewer_layers
-        self._blob_pins -= fewer_blobs
+        self._pins.drop(layers, blobs)
 
     @contextmanager
     def pinned(self, layers: Collection[LayerId]) -> Iterator[None]:
@@ -150,11 +144,11 @@ class Inventory:
 
     @property
     def pinned_layers(self) -> Collection[LayerId]:
-        return self._layer_pins.keys()
+        return self._pins.layers
 
     @property
     def pinned_blobs(self) -> Collection[BlobId]:
-        return self._blob_pins.keys()
+        return self._pins.blobs
 
     def reach(self, roots: Iterable[LayerId]) -> set[LayerId]:
         """*roots* and all that lies below them, as far as it is there."""

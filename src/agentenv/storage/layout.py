@@ -1,20 +1,28 @@
 """Where everything lies below the data directory, and who may use it.
 
-    VERSION         of this layout; a newer one is refused
+    VERSION         which back end's layout it is; one that this release does not know is refused
     lock            held by the one process that uses the directory
-    layers/         sealed layers (read-only) and the uppers that VMMs write (read-write)
     blobs/          opaque immutable files
-    owners/         one record per owner
-    zero/           one all-zero memory image per size
     temporary/      files in the making; emptied at start
 
-A layer's name says what it is: ``ID.raw``, ``ID.qcow2``, ``ID.memory`` (a flat image) or
+With the plain back end (version 1) also:
+
+    layers/         sealed layers (read-only) and the uppers that VMMs write (read-write)
+    owners/         one record per owner
+    zero/           one all-zero memory image per size
+
+With the layered one (version 2):
+
+    daemon/         the storage daemon's own; nothing else touches it
+
+A layer's name of the plain back end says what it is: ``ID.raw``, ``ID.qcow2``, ``ID.memory`` (a flat image) or
 ``ID.delta`` (pages that differ from a flat image).
 """
 
 import fcntl
 import os
 import re
+import shutil
 import uuid
 from dataclasses import dataclass
 from enum import StrEnum
@@ -25,11 +33,18 @@ from agentenv.model.errors import Bug, Conflict, Invalid, NotFound, Unsupported
 from agentenv.model.ids import BlobId, LayerId
 from agentenv.storage.files import empty_directory, replace_text, sync_directory
 
-LAYOUT_VERSION: Final = 1
+
+class BackEnd(StrEnum):
+    PLAIN = "plain"
+    LAYERED = "layered"
+
+
+VERSIONS: Final = {BackEnd.PLAIN: 1, BackEnd.LAYERED: 2}
 
 _LAYER_NAME: Final = re.compile(r"[0-9a-f]{32}\.(raw|qcow2|memory|delta)")
 _BLOB_NAME: Final = re.compile(r"[0-9a-f]{32}\.blob")
 _OWNER_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+_UNFINISHED: Final = "VERSION.new"
 _NOT_OURS: Final = frozenset({"lost+found"})  # what a fresh file system has
 
 
@@ -92,6 +107,15 @@ class Layout:
     def temporary(self) -> Path:
         return self.root / "temporary"
 
+    @property
+    def daemon(self) -> Path:
+        return self.root / "daemon"
+
+    def directories(self, back_end: BackEnd) -> tuple[Path, ...]:
+        """Those that this process makes."""
+        both = (self.blobs, self.temporary)
+        return both if back_end is BackEnd.LAYERED else (*both, self.layers, self.owners, self.zero)
+
     def layer(self, layer: LayerId) -> Path:
         """`NotFound` for what cannot be a layer of ours, so that no name leads out of the directory."""
         layer_kind(layer)
@@ -114,18 +138,31 @@ class Layout:
         return self.temporary / uuid.uuid4().hex
 
 
-def open_root(root: Path) -> tuple[Layout, int]:
+def written_by(root: Path) -> BackEnd | None:
+    """Whose data the data directory *root* holds; None if there are none yet. Blocks.
+
+    Raises as `open_root` does for a directory that is none of ours.
+    """
+    layout = Layout(root)
+    version = _read_version(layout)
+    if version is None or (version is BackEnd.PLAIN and _is_unused(layout)):
+        return None
+    return version
+
+
+def open_root(root: Path, back_end: BackEnd = BackEnd.PLAIN) -> tuple[Layout, int]:
     """Lock the data directory *root*, made if missing, and bring it to this layout; return it with the lock.
 
     The lock is a descriptor to close. Raises `Conflict` if another process has the
-    directory, `Unsupported` if a newer release wrote it, `Invalid` if it holds something else.
+    directory, `Unsupported` if a newer release or the other back end wrote it, `Invalid` if it
+    holds something else.
     """
     root.mkdir(parents=True, exist_ok=True)
     layout = Layout(root.resolve())
     lock = _lock(layout.root)
     try:
-        _check_version(layout)
-        for directory in (layout.layers, layout.blobs, layout.owners, layout.zero, layout.temporary):
+        _check_version(layout, back_end)
+        for directory in layout.directories(back_end):
             directory.mkdir(mode=0o700, exist_ok=True)
         empty_directory(layout.temporary)
         sync_directory(layout.root)
@@ -163,28 +200,52 @@ def _lock(root: Path) -> int:
     return fd
 
 
-def _check_version(layout: Layout) -> None:
+def _read_version(layout: Layout) -> BackEnd | None:
     path = layout.root / "VERSION"
     try:
         text = path.read_text(encoding="ascii", errors="replace").strip()
     except FileNotFoundError:
-        _claim(layout, path)
-        return
+        return None
     if not text.isascii() or not text.isdigit():
         raise Bug(f"{path} is damaged")
-    if int(text) > LAYOUT_VERSION:
+    found = next((back_end for back_end, version in VERSIONS.items() if version == int(text)), None)
+    if found is None:
         raise Unsupported(
-            f"{layout.root} was written by a newer release (layout {text}; this one knows {LAYOUT_VERSION})",
+            f"{layout.root} was written by a newer release (layout {text}; this one knows {max(VERSIONS.values())})",
             hint="use that release, or another data directory",
         )
+    return found
 
 
-def _claim(layout: Layout, version: Path) -> None:
-    unfinished = version.with_name("VERSION.new")
+def _check_version(layout: Layout, wanted: BackEnd) -> None:
+    found = _read_version(layout)
+    if found is wanted:
+        return
+    if found is None:
+        _check_empty(layout)
+    elif found is BackEnd.PLAIN and _is_unused(layout):
+        for directory in (layout.layers, layout.owners, layout.zero):
+            shutil.rmtree(directory, ignore_errors=True)
+    else:
+        raise Unsupported(
+            f"{layout.root} holds the data of the {found} back end, and this server was told to use the {wanted} one",
+            hint=f"set storage.backend to {found}; or start with an empty home and build the templates again",
+        )
+    unfinished = layout.root / _UNFINISHED
     unfinished.unlink(missing_ok=True)
-    strangers = {entry.name for entry in layout.root.iterdir()} - {"lock"} - _NOT_OURS
+    replace_text(layout.root / "VERSION", f"{VERSIONS[wanted]}\n", unfinished, sync=True)
+
+
+def _check_empty(layout: Layout) -> None:
+    strangers = {entry.name for entry in layout.root.iterdir()} - {"lock", _UNFINISHED} - _NOT_OURS
     if strangers:
         raise Invalid(
             f"{layout.root} is not empty and not a data directory of ours", hint="give storage a directory of its own"
         )
-    replace_text(version, f"{LAYOUT_VERSION}\n", unfinished, sync=True)
+
+
+def _is_unused(layout: Layout) -> bool:
+    """Whether a plain directory has nothing that anybody may miss."""
+    return not any(
+        any(directory.iterdir()) for directory in (layout.layers, layout.owners, layout.blobs) if directory.is_dir()
+    )

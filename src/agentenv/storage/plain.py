@@ -5,7 +5,6 @@ files: VMMs open them directly.
 """
 
 import os
-import stat
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,20 +12,21 @@ from typing import Final
 
 import structlog
 
-from agentenv.model.errors import Invalid, Unavailable
+from agentenv.model.errors import NotFound, Unavailable, Unsupported
 from agentenv.model.ids import BlobId, LayerId
 from agentenv.model.machine import BlockTarget
 from agentenv.model.snapshot import Stack
+from agentenv.storage.blobs import put_blob, usage_of
 from agentenv.storage.compaction import Compaction
-from agentenv.storage.contract import Collected, SwitchDisk, Usage
+from agentenv.storage.contract import Collected, Frozen, SwitchDisk, Usage
 from agentenv.storage.disks import Disks
-from agentenv.storage.files import remove_files, take
+from agentenv.storage.files import remove_files
 from agentenv.storage.inventory import Inventory, Layer, inspect_layers
 from agentenv.storage.layout import Layout, blob_names, new_blob_id, open_root
 from agentenv.storage.memories import Memories
 from agentenv.storage.owners import Owners
 from agentenv.storage.records import OwnerRecord, broken_records, load_records, remove_record, save_record
-from agentenv.storage.workers import Abort, Workers
+from agentenv.storage.workers import Workers
 
 _WORKERS: Final = 4
 _BACKGROUND_WORKERS: Final = 1
@@ -123,14 +123,28 @@ class PlainStorage:
 
     # Memory
 
-    async def attach_memory(self, owner: str, stack: Stack) -> Path:
-        return await self._open.memories.attach(owner, stack)
+    async def attach_memory(self, owner: str, source: Stack | Frozen) -> Path:
+        if isinstance(source, Frozen):
+            raise _cannot_freeze()
+        return await self._open.memories.attach(owner, source)
 
     async def fill_memory(self, owner: str, pid: int) -> None:
         await self._open.memories.fill(owner, pid)
 
     async def capture_memory(self, owner: str, pid: int) -> Stack:
         return await self._open.memories.capture(owner, pid)
+
+    async def freeze_memory(self, owner: str, pid: int) -> Frozen:
+        """`Unsupported`: *owner*'s process *pid* is captured while it is paused."""
+        del owner, pid
+        raise _cannot_freeze()
+
+    async def capture_frozen(self, frozen: Frozen) -> Stack:
+        """`NotFound`: no memory was frozen here, *frozen* neither."""
+        raise NotFound(f"no frozen memory {frozen.id}")
+
+    async def thaw(self, frozen: Frozen) -> None:
+        """Nothing to do: *frozen* is not from here."""
 
     async def flatten_memory(self, stack: Stack) -> Stack:
         return await self._open.memories.flatten(stack)
@@ -171,7 +185,7 @@ class PlainStorage:
         blob = new_blob_id()
         await opened.workers.run(
             f"keep {source.name}",
-            lambda abort: _put_blob(opened.layout, source, blob, abort),
+            lambda abort: put_blob(opened.layout, source, blob, abort),
             landed=lambda _: opened.inventory.add_blob(blob),
         )
         opened.inventory.pin((), [blob])
@@ -207,7 +221,7 @@ class PlainStorage:
 
     async def usage(self) -> Usage:
         opened = self._open
-        return await opened.workers.run("look at the file system", lambda _: _usage(opened.layout.root))
+        return await opened.workers.run("look at the file system", lambda _: usage_of(opened.layout.root))
 
     async def settle(self) -> None:
         """Return when no background work is left. For tests and for a quiet shutdown."""
@@ -218,6 +232,10 @@ class PlainStorage:
         if self._opened is None:
             raise Unavailable("storage is not started")
         return self._opened
+
+
+def _cannot_freeze() -> Unsupported:
+    return Unsupported("the plain back end writes memory down while the VM is paused, and only then")
 
 
 def _unneeded_layers(opened: _Open, roots: Iterable[LayerId]) -> list[Layer]:
@@ -265,16 +283,3 @@ def _forget_owner(opened: _Open, owner: str, removed: Iterable[LayerId]) -> None
     opened.owners.put(OwnerRecord(owner))
     for upper in removed:
         opened.inventory.discard(upper)
-
-
-def _put_blob(layout: Layout, source: Path, blob: BlobId, abort: Abort) -> None:
-    if not stat.S_ISREG(source.lstat().st_mode):
-        raise Invalid(f"{source.name} is not a file")
-    take(source, layout.blob(blob), layout.new_temporary(), abort)
-
-
-def _usage(root: Path) -> Usage:
-    status = os.statvfs(root)
-    used = (status.f_blocks - status.f_bfree) * status.f_frsize
-    free = status.f_bavail * status.f_frsize
-    return Usage(used, free, used + free)

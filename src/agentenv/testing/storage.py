@@ -11,15 +11,19 @@ import uuid
 from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
+from typing import Final
 
 from agentenv.model.errors import AgentEnvError, AlreadyExists, Bug, Invalid, NotFound, Unavailable
 from agentenv.model.ids import BlobId, LayerId
 from agentenv.model.machine import BlockTarget
 from agentenv.model.snapshot import Stack
-from agentenv.storage.contract import Collected, SwitchDisk, Usage
+from agentenv.storage.contract import Collected, Frozen, SwitchDisk, Usage
 from agentenv.storage.files import copy_range, data_extents, new_file, open_sealed
 from agentenv.storage.layout import check_owner
+
+_WITHOUT_OWNER: Final = frozenset({"import_disk", "flatten_memory", "put_blob", "capture_frozen", "thaw"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +59,7 @@ class FakeStorage:
     _layer_pins: Counter[LayerId] = field(default_factory=Counter)
     _blob_pins: Counter[BlobId] = field(default_factory=Counter)
     _written: dict[int, list[tuple[int, bytes]]] = field(default_factory=dict)
+    _frozen: dict[str, Stack] = field(default_factory=dict)  # as a capture at that moment, not pinned
 
     def write_memory(self, pid: int, offset: int, data: bytes) -> None:
         """Let process *pid* have written *data* at byte *offset* of its memory."""
@@ -82,6 +87,7 @@ class FakeStorage:
         self._open = False
         self._layer_pins.clear()
         self._blob_pins.clear()
+        self._frozen.clear()
 
     # Disks
 
@@ -130,10 +136,11 @@ class FakeStorage:
 
     # Memory
 
-    async def attach_memory(self, owner: str, stack: Stack) -> Path:
+    async def attach_memory(self, owner: str, source: Stack | Frozen) -> Path:
         await self._enter("attach_memory", owner)
         if owner in self._attached:
             raise AlreadyExists(f"{owner} has memory attached")
+        stack = self._picture(source) if isinstance(source, Frozen) else source
         self._check(stack, unit=4096)
         self._attached[owner] = stack
         path = self._top(stack)
@@ -149,12 +156,25 @@ class FakeStorage:
 
     async def capture_memory(self, owner: str, pid: int) -> Stack:
         await self._enter("capture_memory", owner)
-        stack = self._memory(owner)
-        self._require_process(pid)
-        layer = self._new_layer()
-        _copy(self._top(stack), self.root / layer, stack.size_bytes)
-        _overwrite(self.root / layer, self._written.get(pid, ()))
-        return self._add(Stack((*stack.layers, layer), stack.size_bytes))
+        stack = self._write_down(owner, pid)
+        self.pin(stack.layers, ())
+        return stack
+
+    async def freeze_memory(self, owner: str, pid: int) -> Frozen:
+        await self._enter("freeze_memory", owner)
+        frozen = uuid.uuid4().hex
+        self._frozen[frozen] = stack = self._write_down(owner, pid)
+        return Frozen(frozen, stack.size_bytes, 0.0, sum(len(data) for _, data in self._written.get(pid, ())))
+
+    async def capture_frozen(self, frozen: Frozen) -> Stack:
+        await self._enter("capture_frozen", "")
+        stack = self._picture(frozen)
+        self.pin(stack.layers, ())
+        return stack
+
+    async def thaw(self, frozen: Frozen) -> None:
+        await self._enter("thaw", "")
+        self._frozen.pop(frozen.id, None)
 
     async def flatten_memory(self, stack: Stack) -> Stack:
         await self._enter("flatten_memory", "")
@@ -210,7 +230,8 @@ class FakeStorage:
 
     async def collect(self, layers: Collection[LayerId], blobs: Collection[BlobId]) -> Collected:
         kept = {*layers, *self._layer_pins}
-        for stack in (*(disk.below for disk in self._disks.values()), *self._attached.values()):
+        held = (disk.below for disk in self._disks.values()), self._attached.values(), self._frozen.values()
+        for stack in chain(*held):
             kept.update(stack.layers)
         kept.update(*(self._stacks[layer].layers for layer in kept if layer in self._stacks))
         doomed_layers = self._stacks.keys() - kept
@@ -228,7 +249,7 @@ class FakeStorage:
         return Usage(used, self.free_bytes, used + self.free_bytes)
 
     async def _enter(self, name: str, subject: str) -> None:
-        if name not in ("import_disk", "flatten_memory", "put_blob"):
+        if name not in _WITHOUT_OWNER:
             check_owner(subject)
         self.calls.append((name, subject))
         await self._step(name)
@@ -241,6 +262,22 @@ class FakeStorage:
             await self.go.wait()
         if (error := self.fail.get(name)) is not None:
             raise error
+
+    def _write_down(self, owner: str, pid: int) -> Stack:
+        """What *pid* has now as a stack, not pinned."""
+        stack = self._memory(owner)
+        self._require_process(pid)
+        layer = self._new_layer()
+        _copy(self._top(stack), self.root / layer, stack.size_bytes)
+        _overwrite(self.root / layer, self._written.get(pid, ()))
+        captured = Stack((*stack.layers, layer), stack.size_bytes)
+        self._stacks[layer] = captured
+        return captured
+
+    def _picture(self, frozen: Frozen) -> Stack:
+        if (stack := self._frozen.get(frozen.id)) is None:
+            raise NotFound(f"no frozen memory {frozen.id}")
+        return stack
 
     def _add(self, stack: Stack) -> Stack:
         """Make the top of *stack* a layer, and return the stack pinned."""

@@ -41,7 +41,7 @@ def changed(places: Places, **values: str) -> Places:
 def test_a_host_with_nothing_on_it_gets_a_full_answer(places: Places) -> None:
     findings = doctor.examine(places)
 
-    assert len({finding.name for finding in findings}) == len(findings) == 17
+    assert len({finding.name for finding in findings}) == len(findings) == 18
     by_name = {finding.name: finding.ok for finding in findings}
     assert by_name["cpu"] is True
     for name in ("privileges", "qemu", "guest image", "tun", "memory"):

@@ -8,7 +8,7 @@ import pytest
 
 from agentenv.model.errors import Bug, Conflict, Invalid, NotFound, Unsupported
 from agentenv.model.ids import BlobId, LayerId
-from agentenv.storage.layout import LAYOUT_VERSION, Layout, layer_kind, open_root
+from agentenv.storage.layout import Layout, layer_kind, open_root
 
 
 def opened(root: Path) -> Layout:
@@ -19,7 +19,7 @@ def opened(root: Path) -> Layout:
 
 def test_a_new_directory_gets_the_layout(tmp_path: Path) -> None:
     layout = opened(tmp_path / "a/b")
-    assert (tmp_path / "a/b/VERSION").read_text() == f"{LAYOUT_VERSION}\n"
+    assert (tmp_path / "a/b/VERSION").read_text() == "1\n"
     assert {path.name for path in layout.root.iterdir()} == {
         "VERSION", "lock", "layers", "blobs", "owners", "zero", "temporary",
     }  # fmt: skip
