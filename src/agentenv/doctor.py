@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Literal
 
-from agentenv.guest.image import load_guest
+from agentenv.guest.image import HOW_TO_GET_ONE, load_guest
 from agentenv.model.errors import AgentEnvError
 from agentenv.storage.choice import choose, lack_of_layered
 from agentenv.storage.layout import BackEnd, written_by
@@ -141,7 +141,7 @@ def guest(places: Places) -> Finding:
     except (AgentEnvError, OSError) as error:
         return Finding(
             "guest image", False, str(error), "no sandbox can be started",
-            "make guest, and set guest.image_dir (AENV_GUEST_IMAGE_DIR) to where it is",
+            HOW_TO_GET_ONE,
         )  # fmt: skip
     return Finding("guest image", True, f"kernel {image.kernel_version}, {image.digest[:12]}")
 

@@ -5,6 +5,7 @@ takes them over. Started twice on one home, the second says so and ends.
 """
 
 import asyncio
+import os
 import platform
 import uuid
 from collections.abc import AsyncIterator
@@ -27,6 +28,7 @@ from agentenv.api.upload import Uploads
 from agentenv.config.resolve import Resolved
 from agentenv.config.schema import Settings
 from agentenv.config.secrets import RUN_SECRETS, load_api_key, load_credentials
+from agentenv.doctor import Places
 from agentenv.guest.agent import HttpAgents
 from agentenv.guest.contract import CaBundle
 from agentenv.guest.image import load_guest
@@ -46,6 +48,7 @@ from agentenv.node.service import NodeService
 from agentenv.node.spares import Spares, SpareSettings
 from agentenv.node.statistics import NodeStatistics
 from agentenv.node.timings import Timings
+from agentenv.preconditions import require_privileges, writable_directory
 from agentenv.proxy.app import Proxy
 from agentenv.proxy.inbound.limits import ServerLimits
 from agentenv.proxy.inbound.serve import http_server, raise_descriptor_limit
@@ -105,8 +108,12 @@ def key_origin(settings: Settings) -> str:
 async def _node(settings: Settings) -> AsyncIterator[tuple[NodeService, Proxy]]:
     """A started node behind its API and proxy."""
     home, runtime = settings.paths.home, settings.paths.runtime
-    for directory in (home, runtime):
-        directory.mkdir(parents=True, exist_ok=True, mode=0o755)
+    require_privileges(
+        Places(home=home, guest_dir=settings.guest_dir, qemu=settings.vmm.qemu_binary), user=os.geteuid()
+    )
+    guest = await asyncio.to_thread(load_guest, settings.guest_dir)
+    writable_directory(home, setting="paths.home")
+    writable_directory(runtime, setting="paths.runtime")
     clock = SystemClock()
     metrics = CollectorRegistry()
     async with AsyncExitStack() as opened:
@@ -120,7 +127,6 @@ async def _node(settings: Settings) -> AsyncIterator[tuple[NodeService, Proxy]]:
         await store.start()
         opened.push_async_callback(store.close)
 
-        guest = await asyncio.to_thread(load_guest, settings.guest_dir)
         vmm = QemuVmm(
             binary=settings.vmm.qemu_binary,
             accelerator=settings.vmm.accelerator,

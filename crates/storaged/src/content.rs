@@ -36,6 +36,14 @@ impl Content {
         }
     }
 
+    /// The remote file that it is, if it is one.
+    pub fn remote(&self) -> Option<&SharedObject> {
+        match self {
+            Self::Local(_) => None,
+            Self::Remote(object) => Some(object),
+        }
+    }
+
     /// What was read from *range* is wrong. True if it is worth reading again, since it will come from elsewhere.
     pub fn distrust(&self, range: Range<u64>) -> bool {
         match self {

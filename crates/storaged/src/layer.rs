@@ -1,6 +1,7 @@
 //! One immutable layer file: where its bytes are read, compressed or not.
 
 use std::io;
+use std::ops::Range;
 use std::sync::Arc;
 
 use layers::{BLOCK, Index, Layer, ReadAt, SECTOR, ZFile};
@@ -10,7 +11,7 @@ use crate::device::Answer;
 use crate::error::{Code, Context, Error, Result};
 use crate::names::{Format, LayerName};
 use crate::reading::{Caching, Store};
-use crate::remote::Failure;
+use crate::remote::{Failure, SharedObject};
 
 /// Memory is mapped by pages; a layer that maps less cannot be one of memory.
 const PAGE_SECTORS: u64 = 8;
@@ -89,6 +90,24 @@ impl LayerFile {
     }
 }
 
+impl LayerFile {
+    /// Whether it lies elsewhere.
+    pub fn is_remote(&self) -> bool {
+        self.source.content().remote().is_some()
+    }
+
+    /// Where *length* bytes at *offset* come from, if that is elsewhere: the file, and its blocks.
+    pub fn remote_blocks(&self, offset: u64, length: u64) -> Option<(SharedObject, Range<u64>)> {
+        let object = self.source.content().remote()?;
+        let bytes = offset..offset.saturating_add(length);
+        let bytes = match &self.source {
+            Source::Plain(_) => bytes,
+            Source::Compressed(zfile) => zfile.compressed_range(bytes),
+        };
+        Some((object.clone(), object.blocks(&bytes)))
+    }
+}
+
 impl Store for LayerFile {
     fn read(&self, buf: &mut [u8], at: u64, caching: Caching) -> io::Result<()> {
         if let (Source::Plain(Content::Local(file)), Caching::Pass) = (&self.source, caching) {
@@ -139,6 +158,13 @@ impl Source {
 }
 
 impl Source {
+    fn content(&self) -> &Content {
+        match self {
+            Self::Plain(content) => content,
+            Self::Compressed(zfile) => zfile.source(),
+        }
+    }
+
     /// Whether bytes that failed with *error* came over a network, and are worth fetching again.
     fn distrust(&self, error: &io::Error, offset: u64, length: usize) -> bool {
         let Self::Compressed(zfile) = self else { return false };

@@ -30,3 +30,4 @@ pub mod stack;
 pub mod transfer;
 pub mod ublk;
 pub mod upper;
+pub mod working_set;

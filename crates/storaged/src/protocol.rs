@@ -8,6 +8,7 @@ use serde_json::{Map, Value};
 use crate::error::{Code, Error, Left, Result};
 use crate::names::{Id, LayerName, Owner};
 use crate::remote::{Credentials, Digest, Source, Sums};
+use crate::working_set::WorkingSet;
 
 pub const VERSION: u32 = 1;
 
@@ -71,6 +72,9 @@ pub enum Call {
     DescribeLayer { layer: LayerName },
     SetCredentials { address: String, path: String, credentials: Option<Credentials> },
     FillLayers { layers: Vec<LayerName> },
+    Record { owner: Owner, seconds: u64 },
+    WorkingSet { kind: StackKind, stack: Stack },
+    SetWorkingSet { kind: StackKind, stack: Stack, working_set: Option<WorkingSet> },
     Statistics {},
     Drain {},
     Shutdown {},

@@ -52,7 +52,7 @@ impl Root {
             return Err(Error::new(Code::Conflict, format!("another daemon has {}", path.display())));
         }
         check_version(&path)?;
-        for name in ["layers", "uppers", "images", "merged", "remote", "temporary"] {
+        for name in ["layers", "uppers", "images", "merged", "remote", "temporary", "working-sets"] {
             make_directory(&path.join(name))?;
         }
         empty(&path.join("temporary"))?;
@@ -82,6 +82,11 @@ impl Root {
     /// Layers that are copies of others, merged.
     pub fn merged(&self) -> PathBuf {
         self.path.join("merged")
+    }
+
+    /// What guests touch when they start.
+    pub fn working_sets(&self) -> PathBuf {
+        self.path.join("working-sets")
     }
 
     /// Records of layers that lie elsewhere.

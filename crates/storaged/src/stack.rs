@@ -248,6 +248,11 @@ impl View {
         parts(&self.tiers, self.image.is_some(), buf, offset, found)
     }
 
+    /// Where the data of *range*, in sectors, lies: layer, byte of its file, and how many bytes.
+    pub fn places(&self, range: Range<u64>, found: &mut impl FnMut(&Arc<LayerFile>, u64, u64)) {
+        places(&self.tiers, range, found);
+    }
+
     /// The same for one who reads everything once.
     #[must_use]
     pub fn passing(self) -> Self {
@@ -310,6 +315,19 @@ fn parts<'a, 'b>(
         }
     }
     Ok(())
+}
+
+fn places(tiers: &[Arc<Tier>], range: Range<u64>, found: &mut impl FnMut(&Arc<LayerFile>, u64, u64)) {
+    let Some((tier, lower)) = tiers.split_first() else { return };
+    for piece in tier.index.pieces(range) {
+        match piece.place {
+            Place::Zeroed => (),
+            Place::Hole => places(lower, piece.range(), found),
+            Place::Data { tag, moffset } => {
+                found(&tier.layers[usize::from(tag)], moffset * SECTOR, piece.length * SECTOR);
+            }
+        }
+    }
 }
 
 fn mapped(tiers: &[Arc<Tier>], range: Range<u64>, found: &mut Vec<Run>) {

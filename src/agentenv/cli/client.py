@@ -70,7 +70,7 @@ def resolve_target(url: str | None, api_key: str | None) -> Target:
         except OSError as error:
             raise CliError(
                 f"no API key: {key_file} cannot be read ({error.strerror})",
-                hint="set AENV_API_KEY, or AENV_PATHS_HOME to the home of the server, or run as the user that runs it",
+                hint="set AENV_API_KEY, or AENV_HOME_PATH to the home of the server, or run as the user that runs it",
             ) from error
     if not (api_key.isascii() and api_key.isprintable()):
         raise CliError("the API key has characters that no key has", hint="see AENV_API_KEY", code=USAGE)

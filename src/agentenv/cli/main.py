@@ -68,7 +68,6 @@ typer_app.command("doctor")(doctor.doctor)
 typer_app.add_typer(templates.templates, name="template")
 typer_app.command("start")(sandboxes.start)
 typer_app.command("ls")(sandboxes.list_sandboxes)
-typer_app.command("list", hidden=True)(sandboxes.list_sandboxes)
 typer_app.command("info")(sandboxes.info)
 typer_app.command("exec", context_settings={"allow_interspersed_args": False, "ignore_unknown_options": False})(
     sandboxes.execute
@@ -81,6 +80,11 @@ typer_app.add_typer(templates.snapshots, name="snapshot")
 typer_app.command("timeout")(sandboxes.timeout)
 typer_app.command("logs")(sandboxes.logs)
 typer_app.command("delete")(sandboxes.delete)
+# What people type who come from E2B's command line or from containers.
+typer_app.command("create", hidden=True)(sandboxes.start)
+typer_app.command("list", hidden=True)(sandboxes.list_sandboxes)
+typer_app.command("ps", hidden=True)(sandboxes.list_sandboxes)
+typer_app.command("kill", hidden=True)(sandboxes.delete)
 typer_app.command("rm", hidden=True)(sandboxes.delete)
 
 

@@ -31,6 +31,9 @@ BOOT_MODULES: Final = (
 )  # fmt: skip
 WORKLOAD_MODULES: Final = ("overlay", "fuse", "tun", "veth")
 
+HOW_TO_GET_ONE: Final = (
+    "make guest, and set guest.image_dir (AENV_GUEST_IMAGE_DIR) to .cache/guest of the clone, or to a copy"
+)
 _KERNEL: Final = "vmlinuz"
 _INITRAMFS: Final = "initramfs.img"
 _MANIFEST: Final = "guest.json"
@@ -86,7 +89,7 @@ def load_guest(folder: Path, digest: str | None = None) -> GuestImage:
         try:
             digest = (folder / _CURRENT).read_text()
         except FileNotFoundError:
-            raise NotFound(f"no guest image was built in {folder}", hint="make guest") from None
+            raise NotFound(f"no guest image was built in {folder}", hint=HOW_TO_GET_ONE) from None
     if len(digest) != _DIGEST_CHARACTERS or not digest.isalnum():
         raise Invalid(f"{digest!r} is not the digest of a guest image")
     at = folder / digest
@@ -94,7 +97,7 @@ def load_guest(folder: Path, digest: str | None = None) -> GuestImage:
         manifest = json.loads((at / _MANIFEST).read_bytes())
         kernel, initramfs = (at / _KERNEL).read_bytes(), (at / _INITRAMFS).read_bytes()
     except FileNotFoundError:
-        raise NotFound(f"no guest image {digest} in {folder}", hint="make guest") from None
+        raise NotFound(f"no guest image {digest} in {folder}", hint=HOW_TO_GET_ONE) from None
     except ValueError as error:
         raise Invalid(f"{at / _MANIFEST} is damaged", hint="remove the folder and run: make guest") from error
     if manifest.get("format") != FORMAT:

@@ -113,7 +113,7 @@ def test_no_key_file(aenv: Terminal, tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert run.code == 1
     assert "no API key" in run.err
     assert str(tmp_path / "home/secrets/api-key") in run.err
-    assert "AENV_PATHS_HOME" in run.err
+    assert "AENV_HOME_PATH" in run.err  # the name that the guides use
 
 
 @pytest.mark.parametrize("name", ["AENV_HOME_PATH", "AENV_PATHS_HOME"])

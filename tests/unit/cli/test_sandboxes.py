@@ -257,3 +257,12 @@ def test_delete_nothing_is_wrong_usage(world: World, aenv: Terminal) -> None:
     assert run.code == 2
     assert "--all" in run.err
     assert world.ids == {kept}
+
+
+@pytest.mark.parametrize(("list_", "start", "delete"), [("ps", "create", "kill"), ("list", "start", "rm")])
+def test_the_words_of_other_command_lines(world: World, aenv: Terminal, list_: str, start: str, delete: str) -> None:
+    made = aenv(start, "base", "-q").out.strip()
+    assert aenv(list_, "-q").out.split() == [made]
+
+    assert aenv(delete, made).code == 0
+    assert aenv(list_, "-q").out.split() == []

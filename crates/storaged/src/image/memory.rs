@@ -1,6 +1,7 @@
 //! Memory: a stack that any number of guests map privately. Nobody writes to it.
 
 use std::io;
+use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError, RwLock};
 
 use rustix::io::Errno;
@@ -14,6 +15,7 @@ use crate::memory::source::Holder;
 use crate::names::Id;
 use crate::protocol::Stack;
 use crate::stack::{self, View};
+use crate::working_set::Recorder;
 
 pub const PAGE_BYTES: u64 = 4096;
 
@@ -28,6 +30,9 @@ pub struct Memory {
     /// Who has the newest pages, until they are in a layer.
     child: Option<(Id, Arc<Frozen>)>,
     over: OnceLock<Over>,
+    pub recorder: Recorder,
+    /// Nobody uses it any more.
+    pub gone: Arc<AtomicBool>,
 }
 
 /// What is shown once the pages of a frozen child are in a layer.
@@ -58,7 +63,18 @@ impl Memory {
         let parts = Arc::clone(parts);
         let (view, over) = (RwLock::default(), OnceLock::new());
         let held = Mutex::new(Some(held));
-        Self { parts, device, stack, view, opening: Mutex::default(), held, child: None, over }
+        Self {
+            parts,
+            device,
+            stack,
+            view,
+            opening: Mutex::default(),
+            held,
+            child: None,
+            over,
+            recorder: Recorder::default(),
+            gone: Arc::default(),
+        }
     }
 
     /// The same with the pages of *child* on top, which had mapped the stack.
@@ -191,6 +207,7 @@ impl Device for Memory {
 
     fn read(&self, buf: &mut [u8], offset: u64) -> io::Result<()> {
         check_range(self.size_bytes(), offset, buf.len() as u64)?;
+        self.recorder.note(offset, buf.len());
         let view = match self.view() {
             Some(view) => view,
             None => self.open().map_err(|error| {
@@ -211,6 +228,7 @@ impl Device for Memory {
         if self.waits_for().is_some() {
             return Ok(Answer::WouldWait);
         }
+        self.recorder.note(offset, buf.len());
         let read = match (self.over.get(), self.view()) {
             (Some(over), _) => over.view.read_now(buf, offset),
             (None, Some(view)) => view.read_now(buf, offset),

@@ -122,6 +122,14 @@ pub fn save<T: Serialize>(root: &Root, path: &Path, record: &T) -> Result<()> {
     root.replace(path, &encode(record)?)
 }
 
+/// The same, of what may get lost with the host.
+///
+/// # Errors
+/// As [`write`].
+pub fn hint<T: Serialize>(root: &Root, path: &Path, record: &T) -> Result<()> {
+    root.replace_for_this_boot(path, &encode(record)?)
+}
+
 /// Durable when it returns.
 ///
 /// # Errors

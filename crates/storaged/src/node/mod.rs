@@ -10,6 +10,7 @@ mod service;
 mod showing;
 #[cfg(test)]
 mod tests;
+mod touched;
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 use std::num::NonZeroU64;
@@ -33,6 +34,7 @@ use crate::root::Root;
 use crate::stack::Stacks;
 use crate::ublk;
 use crate::upper;
+use crate::working_set::{Replay, WorkingSets};
 
 pub use self::service::{Service, Session};
 
@@ -49,6 +51,8 @@ pub struct Node {
     /// Attaching and detaching of one stack's memory.
     stacks: Keyed<Stack>,
     front: OnceLock<Front>,
+    sets: Arc<WorkingSets>,
+    replay: Arc<Replay>,
     /// How much memory a frozen child may come to need, in bytes, even if the host has more.
     freeze_limit_bytes: u64,
     /// What shows disks, if they are block devices.
@@ -101,6 +105,7 @@ impl Node {
         if !root.same_boot() {
             upper::trim_all(&root)?;
         }
+        let sets = Arc::new(WorkingSets::open(&root)?);
         let library = Library::new(&root, OPEN_LAYERS, remote)?;
         let parts = Arc::new(Parts { stacks: Stacks::new(&library), root, library });
         let images = load(&parts)?;
@@ -117,6 +122,8 @@ impl Node {
             owners: Keyed::default(),
             stacks: Keyed::default(),
             front: OnceLock::new(),
+            sets,
+            replay: Arc::default(),
             freeze_limit_bytes: u64::MAX,
             blocks: OnceLock::new(),
         })

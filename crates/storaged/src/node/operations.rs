@@ -108,16 +108,19 @@ impl Node {
         } else {
             Arc::new(Memory::new(&self.parts, self.parts.root.new_device()?, stack.clone())?)
         };
+        let first = self.images().users.get(&memory.device()).is_none_or(BTreeSet::is_empty);
         let was_idle = self.take_from_idle(&memory);
         let attached =
             if was_idle { memory.wake() } else { Ok(()) }.and_then(|()| self.attach(owner, Arc::clone(&memory), false));
         if was_idle && attached.is_err() {
             self.forget_memory(&memory);
         }
-        if attached.is_ok() {
-            self.merger.ask(stack, MEMORY_DEPTH);
+        let path = attached?;
+        self.merger.ask(stack, MEMORY_DEPTH);
+        if first {
+            self.memory_started(&memory, &path, was_idle);
         }
-        attached
+        Ok(path)
     }
 
     /// True for the one who took it.
@@ -195,6 +198,9 @@ impl Node {
         let mut users = self.images().users.get(&device).cloned().unwrap_or_default();
         users.remove(owner);
         self.keep_memory(memory, &users, own)?;
+        if users.is_empty() {
+            self.memory_ended(memory);
+        }
         let mut images = self.images_mut();
         images.attached.remove(owner);
         if !users.is_empty() {

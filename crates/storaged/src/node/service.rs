@@ -147,6 +147,7 @@ impl Service {
                 session.release(&layers);
                 let (deleted, bytes) = node.parts.library.delete(&layers)?;
                 node.forget_layers(&deleted);
+                node.sets.forget(&deleted);
                 Ok(json!({ "deleted": deleted, "bytes": bytes }))
             }
             Call::AddRemoteLayer { layer, source, size_bytes, digest, block_sums } => {
@@ -160,6 +161,11 @@ impl Service {
                 node.parts.library.remotes().set_credentials(&address, &path, credentials).map(|()| json!({}))
             }
             Call::FillLayers { layers } => node.parts.library.remotes().fill(&layers).map(|()| json!({})),
+            Call::Record { owner, seconds } => node.record(&owner, seconds).map(|()| json!({})),
+            Call::WorkingSet { kind, stack } => Ok(json!({ "working_set": node.working_set(kind, &stack) })),
+            Call::SetWorkingSet { kind, stack, working_set } => {
+                node.set_working_set(kind, &stack, working_set).map(|()| json!({}))
+            }
             Call::Statistics {} => Ok(self.statistics()),
             Call::Freeze { owner, pid } => node.freeze(&owner, pid).map(|froze| {
                 let copy_ms = froze.took.as_secs_f64() * 1000.0;
@@ -221,6 +227,7 @@ impl Service {
             "open_layers": self.node.parts.library.open_files(),
             "index_bytes": self.node.parts.stacks.memory_bytes(),
             "running": work.running,
+            "working_sets": self.node.touched_statistics(),
             "remote": self.node.parts.library.remotes().statistics(),
             "merging": self.node.merger.waiting(),
             "merged": { "layers": merged, "bytes": merged_bytes },
@@ -304,6 +311,9 @@ fn name(call: &Call) -> &'static str {
         Call::DescribeLayer { .. } => "describe_layer",
         Call::SetCredentials { .. } => "set_credentials",
         Call::FillLayers { .. } => "fill_layers",
+        Call::Record { .. } => "record",
+        Call::WorkingSet { .. } => "working_set",
+        Call::SetWorkingSet { .. } => "set_working_set",
         Call::Statistics {} => "statistics",
         Call::Drain {} => "drain",
         Call::Shutdown {} => "shutdown",

@@ -6,12 +6,18 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 pub enum Priority {
     /// Somebody waits for it.
     Foreground,
+    /// A guest that is starting is about to ask for it.
+    Replay,
     /// Nobody does yet.
     Ahead,
 }
 
 /// Runs that are fetched ahead at once while nobody waits for anything.
 const MAX_AHEAD: usize = 4;
+/// Runs of replays at once: as many as fill a link, and few beside guests that wait for many things.
+const MAX_REPLAY: usize = 8;
+const MAX_REPLAY_BESIDE: usize = 2;
+const BUSY: usize = 4;
 
 #[derive(Default)]
 pub struct Gate {
@@ -22,6 +28,7 @@ pub struct Gate {
 #[derive(Default)]
 struct Running {
     foreground: usize,
+    replay: usize,
     ahead: usize,
     stopping: bool,
 }
@@ -47,7 +54,7 @@ impl Gate {
             if running.stopping || given_up() {
                 return None;
             }
-            if running.ahead == 0 || (running.foreground == 0 && running.ahead < MAX_AHEAD) {
+            if running.ahead == 0 || (running.foreground + running.replay == 0 && running.ahead < MAX_AHEAD) {
                 running.ahead += 1;
                 return Some(Pass { gate: Arc::clone(self), priority: Priority::Ahead });
             }
@@ -55,9 +62,20 @@ impl Gate {
         }
     }
 
-    /// Those who wait look again at whether there is a need.
-    pub fn look_again(&self) {
-        self.changed.notify_all();
+    /// Waits for a turn among replays. False when there is no need any more; this is asked again
+    /// whenever anything has been fetched.
+    pub fn wait_replay(&self, given_up: impl Fn() -> bool) -> bool {
+        let mut running = self.running();
+        loop {
+            if running.stopping || given_up() {
+                return false;
+            }
+            let limit = if running.foreground >= BUSY { MAX_REPLAY_BESIDE } else { MAX_REPLAY };
+            if running.replay < limit {
+                return true;
+            }
+            running = self.changed.wait(running).unwrap_or_else(PoisonError::into_inner);
+        }
     }
 
     /// Nobody waits here any more.
@@ -75,6 +93,7 @@ impl Running {
     fn count(&mut self, priority: Priority) -> &mut usize {
         match priority {
             Priority::Foreground => &mut self.foreground,
+            Priority::Replay => &mut self.replay,
             Priority::Ahead => &mut self.ahead,
         }
     }

@@ -274,6 +274,22 @@ impl Object {
     }
 }
 
+impl SharedObject {
+    /// Begins to fetch *blocks* when it is their turn. False when there is no need any more.
+    pub fn fetch(&self, blocks: Range<u64>, given_up: impl Fn() -> bool) -> bool {
+        if !self.0.common.gate.wait_replay(given_up) {
+            return false;
+        }
+        drop(self.0.start(blocks, Priority::Replay));
+        true
+    }
+
+    /// The blocks that bytes of the file are in.
+    pub fn blocks(&self, bytes: &Range<u64>) -> Range<u64> {
+        bytes.start / BLOCK_BYTES..bytes.end.div_ceil(BLOCK_BYTES).min(self.0.blocks())
+    }
+}
+
 /// A flight, and whether it was there before us.
 pub(super) struct Boarded {
     pub(super) flight: Arc<Flight>,

@@ -144,3 +144,49 @@ fn a_layer_describes_itself_for_others() {
     assert_eq!(said["block_sums"], json!(expected.block_sums));
     assert_eq!(said["size_bytes"], json!(expected.size_bytes));
 }
+
+fn replays_done(host: &Host) -> u64 {
+    host.call("statistics", json!({})).unwrap()["working_sets"]["replays"]["done"].as_u64().unwrap()
+}
+
+#[test]
+fn what_a_guest_touched_first_is_here_before_the_next_one_asks() {
+    let server = Server::start().unwrap();
+    let (host, name, stack, whole) = published(&server, Format::Lsmt, true);
+    let attach = json!({ "owner": "a", "stack": stack });
+    let memory = host.call("attach_memory", attach.clone()).unwrap();
+    let device = host.device(Kind::Memory, &memory);
+    let mut buf = [0; 4096];
+    for at in [3 * BLOCK as u64, 100 * 4096] {
+        device.read(&mut buf, at).unwrap();
+    }
+    drop(device);
+    host.call("detach", json!({ "owner": "a" })).unwrap();
+    let said = json!({ "kind": "memory", "stack": stack });
+    let set = host.call("working_set", said.clone()).unwrap()["working_set"].take();
+    assert_eq!(set["runs"], json!([[6, 1], [12, 1]]));
+
+    // Another node, whose cache is empty.
+    let cold = self::host();
+    let path = host.directory.path().join("remote").join(name.as_str());
+    let mut remote = serde_json::to_value(record::load::<Remote>(&path).unwrap()).unwrap();
+    remote["layer"] = json!(name);
+    cold.call("add_remote_layer", remote).unwrap();
+    let mut given = said;
+    given["working_set"] = set;
+    cold.call("set_working_set", given).unwrap();
+    let memory = cold.call("attach_memory", attach).unwrap();
+    let device = cold.device(Kind::Memory, &memory);
+    while replays_done(&cold) == 0
+        || device.read_now(&mut buf, 3 * BLOCK as u64).unwrap() == crate::device::Answer::WouldWait
+    {
+        thread::yield_now();
+    }
+    assert_eq!(buf, whole[3 * BLOCK..3 * BLOCK + 4096]);
+    // Once the layers are gone, so is what was known of them.
+    cold.call("remove", json!({ "owner": "a" })).unwrap();
+    drop(device);
+    cold.call("delete_layers", json!({ "layers": [name] })).unwrap();
+    let left = cold.call("working_set", json!({ "kind": "memory", "stack": stack })).unwrap();
+    assert_eq!(left["working_set"], Value::Null);
+}
