@@ -214,7 +214,7 @@ class Proxy(Section):
     continue_timeout_s: Seconds = Field(1.0, description="For a guest to answer Expect: 100-continue, in s.")
     wake_timeout_s: Seconds = Field(60.0, description="For a paused sandbox to run again, in s.")
     control_body_timeout_s: Seconds = Field(
-        30.0, description="How long the body of an API request may stand still, in s."
+        30.0, description="How long the body of an API request, or of its answer, may stand still, in s."
     )
     half_closed_timeout_s: Seconds = Field(
         60.0, description="Silence after which an upgraded connection of which one side has ended is cut, in s."

@@ -114,7 +114,7 @@ class Proxy:
         headers, path, query = scope["headers"], scope["raw_path"], scope["query_string"]
         decision = route(scope["method"], headers, path, query)
         if isinstance(decision, ToControl):
-            await self._control(scope, self._hurried(receive, headers), send)
+            await self._control(scope, self._hurried(receive, headers), self._taken(send))
             return
         loop = asyncio.get_running_loop()
         started_at = loop.time()
@@ -246,6 +246,18 @@ class Proxy:
             return message
 
         return hurried
+
+    def _taken(self, send: Send) -> Send:
+        """*send* for the control API, whose clients need not have shown who they are to get an answer."""
+
+        async def taken(message: Message) -> None:
+            try:
+                async with asyncio.timeout(self._settings.control_body_timeout_s):
+                    await send(message)
+            except TimeoutError:
+                raise ConnectionAbortedError("the client does not take its answer") from None
+
+        return taken
 
 
 async def _has_left(receive: Receive) -> bool:

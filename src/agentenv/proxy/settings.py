@@ -19,7 +19,7 @@ class ProxySettings:
             Once the head of the answer has come there is no limit: streams may be silent for hours.
         continue_timeout_s: how long a guest may think about ``Expect: 100-continue``.
         wake_timeout_s: for a paused sandbox to run again.
-        control_body_timeout_s: how long a client of the control API may stand still in a request body.
+        control_body_timeout_s: how long a client of the control API may stand still in a body, of a request or answer.
         broken_timeout_s: how long a client may take to read what there was of an answer that broke off.
         half_closed_timeout_s: how long an upgraded connection may be silent once one side has ended.
         max_connections_per_sandbox: open connections to one sandbox, idle ones included.

@@ -186,6 +186,21 @@ async def test_too_many_requests_at_once_on_one_connection_are_too_many() -> Non
         assert await client.ended() == b""
 
 
+async def long_stream(scope: Scope, receive: Receive, send: Send) -> None:
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    for _ in range(100):
+        await send({"type": "http.response.body", "body": b"x" * (1 << 20), "more_body": True})
+    await send({"type": "http.response.body", "body": b""})
+
+
+@on_uvloop
+async def test_a_client_that_stops_reading_an_answer_of_the_control_api_is_cut_off() -> None:
+    settings = ProxySettings(control_body_timeout_s=0.02)
+    async with World(settings, control=long_stream) as world, world.client() as client:
+        client.send(b"GET /a HTTP/1.1\r\nHost: x\r\n\r\n")
+        await until(lambda: not world.connections, "it keeps its connection")
+
+
 @on_uvloop
 async def test_an_application_that_fails_is_a_typed_answer_or_a_cut_connection() -> None:
     async def app(scope: Scope, receive: Receive, send: Send) -> None:

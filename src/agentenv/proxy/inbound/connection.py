@@ -49,8 +49,9 @@ class ClientConnection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._addresses: tuple[tuple[str, int] | None, tuple[str, int] | None] = (None, None)
         self._timer: asyncio.TimerHandle | None = None
-        self._writer: asyncio.Future[None] | None = None
-        self._may_write = True
+        self._may_write = asyncio.Event()
+        self._may_write.set()
+        self._is_answering = False
         self._reading_paused = False
         self._is_stopping = False
 
@@ -87,18 +88,19 @@ class ClientConnection(asyncio.Protocol):
             self._raw.connection_lost(exc)
         for exchange in self._exchanges:
             exchange.leave()
-        self._wake_writer()
+        self._may_write.set()
 
     def pause_writing(self) -> None:
-        self._may_write = False
+        self._may_write.clear()
         if self._raw is not None:
             self._raw.pause_writing()
 
     def resume_writing(self) -> None:
-        self._may_write = True
+        self._may_write.set()
         if self._raw is not None:
             self._raw.resume_writing()
-        self._wake_writer()
+        elif not self._is_closing:
+            self._go_on()
 
     def shutdown(self) -> None:
         """The server stops: end after the answer that is being given. Called by uvicorn."""
@@ -132,11 +134,20 @@ class ClientConnection(asyncio.Protocol):
             self._break(Broken(429, "too many requests at once on one connection"))
             return
         self._exchanges.append(exchange)
-        if len(self._exchanges) == 1:
-            self._start(exchange)
+        self._go_on()
+
+    def _go_on(self) -> None:
+        """Start on the first request that waits; not while the client takes nothing of the answers before it."""
+        if self._is_answering or not self._exchanges:
+            return
+        if self._may_write.is_set():
+            self._start(self._exchanges[0])
+        else:
+            self._cut_unless_taken()
 
     def _start(self, exchange: Exchange) -> None:
         self._set_timer(None)
+        self._is_answering = True
         self._server.total_requests += 1
         exchange.keep_alive = exchange.keep_alive and not self._is_stopping
         task = spawn("request", exchange.run(self._app, scope_of(exchange.head, *self._addresses, self._state)))
@@ -162,10 +173,11 @@ class ClientConnection(asyncio.Protocol):
     def _next(self) -> None:
         """The first request is read and answered: on to the next, or wait for one."""
         done = self._exchanges.popleft()
+        self._is_answering = False
         if not done.keep_alive or self._is_stopping:
             self._close()
         elif self._exchanges:
-            self._start(self._exchanges[0])
+            self._go_on()
         elif self._broken is not None:
             self._refuse(self._broken.status, self._broken.message)
         else:
@@ -181,9 +193,8 @@ class ClientConnection(asyncio.Protocol):
             self._transport.writelines(parts)
 
     async def drain(self) -> None:
-        while not self._may_write and not self._is_closing:
-            self._writer = self._loop.create_future()
-            await self._writer
+        while not self._may_write.is_set() and not self._is_closing:
+            await self._may_write.wait()
 
     def may_read(self) -> None:
         self._pace()
@@ -257,10 +268,20 @@ class ClientConnection(asyncio.Protocol):
     def _close(self) -> None:
         if self._transport is not None:
             self._transport.close()
+            self._cut_unless_taken()
 
-    def _wake_writer(self) -> None:
-        if self._writer is not None and not self._writer.done():
-            self._writer.set_result(None)
+    def _cut_unless_taken(self) -> None:
+        """Cut the connection if the client takes nothing of what waits for it; begin anew as long as it does."""
+        if self._transport is None or not (waits := self._transport.get_write_buffer_size()):
+            return
+
+        def look() -> None:
+            if self._transport is None or self._transport.get_write_buffer_size() >= waits:
+                self.cut()
+            else:
+                self._cut_unless_taken()
+
+        self._set_timer(self._limits.drain_s, look)
 
 
 def _address(transport: asyncio.BaseTransport, which: str) -> tuple[str, int] | None:

@@ -18,7 +18,8 @@ class ServerLimits:
         max_pipelined: requests that may wait on one connection while another is answered.
         head_timeout_s: from the first byte of a head (or the connection) to its last.
         keep_alive_s: how long a connection may do nothing between requests.
-        drain_s: how long the rest of a body that nobody wants is read, so that the client gets its answer.
+        drain_s: how long the rest of a body that nobody wants is read, so that the client gets its answer; and how
+            long a client may take nothing of what it was told before its next request is looked at, or before the end.
         stop_timeout_s: how long requests in progress may go on once the server stops.
     """
 
