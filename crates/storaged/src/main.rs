@@ -17,6 +17,8 @@ use storaged::{keeper, remote, server, ublk};
 const USAGE: &str = "usage: storaged serve --root DIR --socket PATH [--mount DIR] [--keeper PATH] [--freeze-limit-mib N]\n           [--disks fuse|ublk|probe] [--cache DIR] [--cache-bytes N] [--authorities FILE] [--remote-patience-s N]\n       storaged keep";
 /// How long requests in progress may take at the end. The next daemon does again what was not done.
 const STOP_LIMIT: Duration = Duration::from_secs(30);
+/// How long the last read of a replay may take; what it has open keeps the mount.
+const REPLAY_LIMIT: Duration = Duration::from_secs(5);
 const MIB: u64 = 1 << 20;
 const SIGINT: i32 = 2;
 const SIGTERM: i32 = 15;
@@ -134,6 +136,7 @@ fn serve(arguments: &Arguments) -> Result<()> {
 
     ending.recv().map_err(|_| Error::new(Code::Bug, "nobody can end this daemon"))?;
     service.end();
+    node.stop_replays(REPLAY_LIMIT);
     if let Some(front) = node.front() {
         // Whoever has a path, or an image open, keeps the mount, and goes on with the next daemon.
         let gone = !node.in_use() && front.unmount().is_ok();

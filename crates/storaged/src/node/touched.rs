@@ -70,6 +70,11 @@ impl Node {
         self.sets.put(kind, stack, set.unwrap_or_default())
     }
 
+    /// No memory is fetched ahead any more, and no file of the front end is open for it. Waits for no longer than *limit*.
+    pub fn stop_replays(&self, limit: Duration) {
+        self.replay.stop(limit);
+    }
+
     pub(super) fn touched_statistics(&self) -> Value {
         json!({ "sets": self.sets.count(), "replays": self.replay.statistics() })
     }

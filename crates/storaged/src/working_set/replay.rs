@@ -5,8 +5,9 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering::SeqCst};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use layers::SECTOR;
 use serde::Serialize;
@@ -26,7 +27,9 @@ const READ_BYTES: u64 = 256 << 10;
 
 #[derive(Default)]
 pub struct Replay {
-    running: AtomicUsize,
+    running: Mutex<usize>,
+    ended: Condvar,
+    stopping: AtomicBool,
     done: AtomicU64,
     skipped: AtomicU64,
     blocks: AtomicU64,
@@ -63,10 +66,13 @@ impl Replay {
         file: Option<PathBuf>,
         over: Arc<AtomicBool>,
     ) -> Result<()> {
-        if self.running.fetch_add(1, SeqCst) >= MAX_REPLAYS {
-            self.running.fetch_sub(1, SeqCst);
-            self.skipped.fetch_add(1, SeqCst);
-            return Ok(());
+        {
+            let mut running = self.running();
+            if *running >= MAX_REPLAYS || self.stopping.load(SeqCst) {
+                self.skipped.fetch_add(1, SeqCst);
+                return Ok(());
+            }
+            *running += 1;
         }
         let replay = Arc::clone(self);
         let started = std::thread::Builder::new().name("replay".into()).spawn(move || {
@@ -75,13 +81,34 @@ impl Replay {
                 // Whatever is wrong with it shows to those who need it.
                 let _ = replay.read(&view, &set, &file, &over);
             }
-            replay.running.fetch_sub(1, SeqCst);
             replay.done.fetch_add(1, SeqCst);
+            replay.end();
         });
         if started.is_err() {
-            self.running.fetch_sub(1, SeqCst);
+            self.end();
         }
         started.during("no thread for a replay").map(drop)
+    }
+
+    fn end(&self) {
+        *self.running() -= 1;
+        self.ended.notify_all();
+    }
+
+    fn running(&self) -> MutexGuard<'_, usize> {
+        self.running.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Ends all of them, and waits until they let go of their files, but for no longer than *limit*: one may be waiting
+    /// for a network.
+    pub fn stop(&self, limit: Duration) {
+        self.stopping.store(true, SeqCst);
+        let running = self.running();
+        drop(self.ended.wait_timeout_while(running, limit, |running| *running > 0));
+    }
+
+    fn is_over(&self, over: &AtomicBool) -> bool {
+        over.load(SeqCst) || self.stopping.load(SeqCst)
     }
 
     fn fetch(&self, view: &View, set: &WorkingSet, over: &AtomicBool) {
@@ -92,7 +119,7 @@ impl Replay {
                 while end - start < RUN && numbers.next_if_eq(&end).is_some() {
                     end += 1;
                 }
-                if !blocks.object.fetch(start..end, || over.load(SeqCst)) {
+                if !blocks.object.fetch(start..end, || self.is_over(over)) {
                     return;
                 }
                 self.blocks.fetch_add(end - start, SeqCst);
@@ -105,7 +132,7 @@ impl Replay {
         let mut buf = vec![0; usize::try_from(READ_BYTES).unwrap_or(0)];
         for (start, length) in within(set, view.size_bytes) {
             for at in (start..start + length).step_by(buf.len()) {
-                if over.load(SeqCst) {
+                if self.is_over(over) {
                     return Ok(());
                 }
                 let part = usize::try_from((start + length - at).min(READ_BYTES)).unwrap_or(0);
@@ -118,7 +145,7 @@ impl Replay {
 
     pub fn statistics(&self) -> Statistics {
         Statistics {
-            running: self.running.load(SeqCst),
+            running: *self.running(),
             done: self.done.load(SeqCst),
             skipped: self.skipped.load(SeqCst),
             blocks: self.blocks.load(SeqCst),
