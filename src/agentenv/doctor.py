@@ -217,7 +217,7 @@ def ublk(places: Places) -> Finding:
     if trouble is None:
         return Finding("ublk", True, str(path))
     hint = "modprobe ublk_drv" if _version(places.release) >= UBLK_KERNEL else "Linux 6.0 or newer has it"
-    return Finding("ublk", None, trouble, "no layered images as block devices; plain files are used", hint)
+    return Finding("ublk", None, trouble, "the storage daemon cannot show disks as block devices; files are used", hint)
 
 
 def cgroups(places: Places) -> Finding:
