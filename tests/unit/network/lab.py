@@ -301,8 +301,6 @@ class Lab:
                 ),
             )
             within(self.internet_namespace, _set_up_internet)
-            # The kernel would give it IPv6 addresses and routes at a moment of its own, and `host_sees` would differ.
-            sysctl.write_if_known("ipv6/conf/eth0/disable_ipv6", "1")
             link = rtnl.need_link("eth0")
             host.do(rtnl.set_up(link), rtnl.address(link, HOST_UPLINK, 24), rtnl.default_route(link, GATEWAY))
 

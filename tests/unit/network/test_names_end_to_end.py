@@ -87,7 +87,7 @@ async def resolve(guest: Guest, address: str = str(GATEWAY_ADDRESS)) -> set[str]
 
     def over_udp() -> str:
         with guest.socket(socket.SOCK_DGRAM) as asking:
-            asking.settimeout(1)
+            asking.settimeout(5)  # nobody here is to meet silence: a refusal comes at once
             asking.connect((address, 53))
             asking.send(question())
             return address_in(asking.recv(4096))
