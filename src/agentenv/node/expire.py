@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from datetime import datetime, timedelta
-from typing import Final
+from typing import Final, TypeAlias
 
 import structlog
 
@@ -25,8 +25,8 @@ PAUSE_AGAIN_AFTER_S: Final = (30.0, 60.0, 120.0, 240.0, 480.0)
 LONGEST_NAP_S: Final = 3600.0
 log = structlog.get_logger(__name__)
 
-Verb = Callable[[SandboxId], Awaitable[object]]
-GiveUp = Callable[[SandboxId, datetime, str], Awaitable[object]]
+Verb: TypeAlias = Callable[[SandboxId], Awaitable[object]]
+GiveUp: TypeAlias = Callable[[SandboxId, datetime, str], Awaitable[object]]
 
 
 class Expiry:
