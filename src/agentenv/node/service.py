@@ -12,14 +12,14 @@ from typing import Any, TypeVar
 import structlog
 
 from agentenv.guest.contract import GuestMetrics
-from agentenv.model.errors import AgentEnvError, Conflict, Invalid, NotFound
+from agentenv.model.errors import Conflict, Invalid, NotFound
 from agentenv.model.ids import SandboxId, new_sandbox_id, parse_sandbox_id
 from agentenv.model.lifecycle import State
 from agentenv.model.machine import Machine
 from agentenv.model.policy import EgressPolicy
 from agentenv.model.sandbox import CreateSandbox, Forked, OnTimeout, Sandbox
 from agentenv.model.snapshot import Snapshot, Source
-from agentenv.node import console, create, destroy, figures, fork, give_up, pause, resume, snapshot
+from agentenv.node import console, create, destroy, egress, figures, fork, give_up, pause, resume, snapshot
 from agentenv.node.contract import LogLine, NodeInfo, Route, SignatureCheck, Tokens
 from agentenv.node.expire import Expiry
 from agentenv.node.host import Host
@@ -177,18 +177,7 @@ class NodeService:
 
     async def set_egress(self, sandbox_id: str, policy: EgressPolicy) -> Sandbox:
         known = self._known(sandbox_id)
-
-        async def apply() -> Sandbox:
-            live = live_of(self._host, known)
-            before = self.get(known).egress
-            await self._host.slots.apply(live.slot, policy)
-            try:
-                return await self._host.registry.change(known, egress=policy)
-            except AgentEnvError:
-                await self._host.slots.apply(live.slot, before)
-                raise
-
-        return await self._in_turn(known, "set egress", apply)
+        return await self._in_turn(known, "set egress", lambda: egress.set_egress(self._host, known, policy))
 
     def get(self, sandbox_id: str) -> Sandbox:
         return self._host.registry.get(self._known(sandbox_id))
