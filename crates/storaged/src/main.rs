@@ -107,6 +107,8 @@ fn parse(words: &[&str]) -> Option<Arguments> {
 }
 
 fn serve(arguments: &Arguments) -> Result<()> {
+    // The daemon outlives whoever starts it: a pipe of theirs, held here, would look as if they still ran.
+    sys::inherit::close_all_but_standard();
     // Before there are threads, so that all of them hold the signals back.
     let signals = sys::signals::Blocked::new(&[SIGINT, SIGTERM]).during("signals")?;
     let limit = getrlimit(Resource::Nofile);
