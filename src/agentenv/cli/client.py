@@ -14,6 +14,7 @@ from urllib.parse import quote
 
 import httpx
 
+from agentenv.cli.ids import may_be_part, whole_id
 from agentenv.guest.connect import STREAM_TYPE, Frame, FrameReader, encode_frame
 from agentenv.guest.contract import AGENT_PORT
 
@@ -97,7 +98,12 @@ class Client:
         path = path_of(*segments)
         with self._translated():
             answer = self._http.request(method, path, **arguments)
-        _raise_for(answer.status_code, answer.content)
+        try:
+            _raise_for(answer.status_code, answer.content)
+        except CliError as error:
+            if error.status == 404:
+                error.hint = error.hint or self._whole_id(segments)
+            raise
         return self._parsed(answer) if answer.content else None
 
     def call_running(self, method: str, sandbox_id: str, verb: str, **arguments: Any) -> Any:
@@ -151,6 +157,18 @@ class Client:
         agent = SandboxClient(self.target.url, sandbox_id, detail.get("envdAccessToken"))
         self._agents.append(agent)
         return agent
+
+    def _whole_id(self, segments: tuple[str, ...]) -> str | None:
+        """A hint where what was not found was asked for by a part of its id."""
+        with suppress(CliError):  # what was asked for matters more than why no hint can be given
+            match segments:
+                case ("sandboxes", given, *_) | ("v2", "sandboxes", given, *_) if may_be_part(given):
+                    return whole_id(given, (one["sandboxID"] for one in self.pages("v2", "sandboxes")), "aenv ls")
+                case ("templates", given) if may_be_part(given):
+                    found = [one["templateID"] for one in self.pages("v2", "templates")]
+                    found += [one["snapshotID"] for one in self.pages("snapshots")]
+                    return whole_id(given, found, "aenv template list")
+        return None
 
     def _parsed(self, answer: httpx.Response) -> Any:
         try:

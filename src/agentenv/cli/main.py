@@ -14,6 +14,8 @@ import agentenv
 from agentenv.cli import doctor, sandboxes, server, templates
 from agentenv.cli.client import CliError
 from agentenv.cli.context import Connection
+from agentenv.cli.delete import delete
+from agentenv.cli.hints import USAGE_ERROR, instead
 from agentenv.cli.output import complain
 from agentenv.model.errors import AgentEnvError
 
@@ -27,6 +29,8 @@ class Commands(TyperGroup):
                 return super().invoke(ctx)
             finally:
                 sys.stdout.flush()
+        except USAGE_ERROR as error:
+            raise instead(error) from error
         except BrokenPipeError:
             # What is still buffered has nowhere to go, and the interpreter would complain at its end.
             nowhere = os.open(os.devnull, os.O_WRONLY)
@@ -79,13 +83,13 @@ typer_app.command("fork")(sandboxes.fork)
 typer_app.add_typer(templates.snapshots, name="snapshot")
 typer_app.command("timeout")(sandboxes.timeout)
 typer_app.command("logs")(sandboxes.logs)
-typer_app.command("delete")(sandboxes.delete)
+typer_app.command("delete")(delete)
 # What people type who come from E2B's command line or from containers.
 typer_app.command("create", hidden=True)(sandboxes.start)
 typer_app.command("list", hidden=True)(sandboxes.list_sandboxes)
 typer_app.command("ps", hidden=True)(sandboxes.list_sandboxes)
-typer_app.command("kill", hidden=True)(sandboxes.delete)
-typer_app.command("rm", hidden=True)(sandboxes.delete)
+typer_app.command("kill", hidden=True)(delete)
+typer_app.command("rm", hidden=True)(delete)
 
 
 def app() -> None:

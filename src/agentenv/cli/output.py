@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,6 +15,8 @@ out = Console()
 err = Console(stderr=True)
 # An id in two parts cannot be copied; the other columns here are narrow enough.
 UNBROKEN = {"SANDBOX", "SNAPSHOT", "STATE", "STARTED", "ENDS", "CPU", "MIB", "CREATED"}
+HIDDEN_ENDING = "Token"  # of the names by which the API gives what opens a sandbox
+HIDDEN = "(hidden; --show-secrets)"
 
 
 def for_people() -> bool:
@@ -38,9 +40,26 @@ def print_json(value: Any) -> None:
     print(json.dumps(value, indent=2))
 
 
-def field(name: str, value: Any) -> None:
-    """One line about one thing, on a terminal."""
-    out.print(f"[bold]{escape(name)}[/bold]: {escape(plain(str(value)))}", highlight=False)
+def fields(value: Mapping[str, Any], *, secrets: bool = False, within: str = "") -> None:
+    """A line for each thing that *value* says, on a terminal; what is in parts has a line for each of them.
+
+    Tokens are hidden without *secrets*: a terminal is looked at by others, and kept by what records it.
+    """
+    for key, one in value.items():
+        name = f"{within}{key}"
+        match one:
+            case None | "" | []:
+                continue
+            case dict():
+                fields(one, secrets=secrets, within=f"{name}.")
+                continue
+            case bool():
+                text = "yes" if one else "no"
+            case str() if key.endswith(HIDDEN_ENDING) and not secrets:
+                text = HIDDEN
+            case _:
+                text = _cell(one)
+        out.print(f"[bold]{escape(plain(name))}[/bold]: {escape(plain(text))}", highlight=False, soft_wrap=True)
 
 
 def complain(about: str, message: str, hint: str | None = None) -> None:
@@ -59,6 +78,12 @@ def plain(text: str) -> str:
 def say(message: str) -> None:
     """A remark that is not the command's output."""
     err.print(message, highlight=False)
+
+
+def remark(message: str) -> None:
+    """A line on what was done, for somebody who watches; nothing elsewhere, where success is silent."""
+    if for_people():
+        out.print(escape(plain(message)), highlight=False, soft_wrap=True)
 
 
 @contextmanager

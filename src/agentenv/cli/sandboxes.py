@@ -1,6 +1,5 @@
 """Commands on sandboxes."""
 
-import re
 from typing import Annotated, Any
 from urllib.parse import quote, urlencode
 
@@ -10,8 +9,9 @@ import typer
 from agentenv.cli import process
 from agentenv.cli.client import USAGE, CliError, told
 from agentenv.cli.context import client_of
-from agentenv.cli.output import complain, field, for_people, out, plain, print_json, say, show, working
-from agentenv.cli.times import brief, clock
+from agentenv.cli.hints import NO_TERMINAL
+from agentenv.cli.output import complain, fields, for_people, out, plain, print_json, say, show, working
+from agentenv.cli.times import DURATION_NAME, brief, clock, parse_duration
 
 COLUMNS = (
     ("SANDBOX", "sandboxID"),
@@ -27,7 +27,6 @@ WIDE = 100  # columns of a terminal that has room for all of them, with an id in
 Json = Annotated[bool, typer.Option("--json", help="JSON also on a terminal.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Ids only, one a line, also when piped.")]
 COMPLETION_TIMEOUT = httpx.Timeout(2.0)  # of each step; somebody has pressed Tab and waits
-DURATION = re.compile(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s?)?")
 
 
 def complete_sandbox(context: typer.Context, incomplete: str) -> list[str]:
@@ -44,16 +43,12 @@ SandboxId = Annotated[
 ]
 
 
-def parse_duration(text: str) -> int:
-    """Seconds of ``90``, ``90s``, ``5m``, ``1h30m`` or ``1d``."""
-    match = DURATION.fullmatch(text.strip())
-    if not match or not any(match.groups()):
-        raise typer.BadParameter(f"{text!r} is not a length of time like 90, 90s, 5m, 1h30m or 1d")
-    days, hours, minutes, seconds = (int(group or 0) for group in match.groups())
-    return days * 86400 + hours * 3600 + minutes * 60 + seconds
-
-
-Duration = Annotated[int, typer.Option("--timeout", "-t", parser=parse_duration, help="Time to live: 90, 5m, 1h30m.")]
+Duration = Annotated[
+    int,
+    typer.Option(
+        "--timeout", "-t", parser=parse_duration, metavar=DURATION_NAME, help="Time to live: 90, 5m, 1h30m, 1d."
+    ),
+]
 
 
 def pairs(values: list[str] | None, what: str) -> dict[str, str]:
@@ -140,13 +135,16 @@ def _row(sandbox: dict[str, Any]) -> dict[str, Any]:
     return {**sandbox, "state": state, **times}
 
 
-def info(context: typer.Context, sandbox_id: SandboxId, as_json: Json = False) -> None:
-    """Show one sandbox."""
+def info(
+    context: typer.Context,
+    sandbox_id: SandboxId,
+    secrets: Annotated[bool, typer.Option("--show-secrets", help="Tokens too; JSON always has them.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Show one sandbox: a line for each fact, its tokens hidden; when piped, all about it as JSON."""
     detail = client_of(context).call("GET", "sandboxes", sandbox_id)
     if for_people() and not as_json:
-        for key, value in detail.items():
-            if value not in (None, "", {}, []):
-                field(key, value)
+        fields(detail, secrets=secrets)
     else:
         print_json(detail)
 
@@ -166,7 +164,9 @@ def execute(
     elif command and command[0].startswith("-"):
         raise CliError(
             f"{command[0]} is no program",
-            hint="options go before the sandbox id; a program of that name goes after --",
+            hint=NO_TERMINAL
+            if command[0] in ("-it", "-ti", "-t", "--tty")
+            else "options go before the sandbox id; a program of that name goes after --",
             code=USAGE,
         )
     if not command:
@@ -194,7 +194,11 @@ def pause(context: typer.Context, sandbox_id: SandboxId) -> None:
 
 
 def resume(context: typer.Context, sandbox_id: SandboxId, timeout: Duration = "5m") -> None:  # type: ignore[assignment]
-    """Let a paused sandbox go on; of a running one, only extend its life."""
+    """Let a paused sandbox go on; of a running one, only extend its life.
+
+    A paused one ends --timeout from now, 5m if not given, however much time was left when it was paused;
+    a running one ends then or when it would have ended anyway, whichever is later.
+    """
     with working("resuming"):
         client_of(context).call("POST", "v2", "sandboxes", sandbox_id, "connect", json={"timeout": timeout})
     _say_until(context, sandbox_id)
@@ -232,10 +236,10 @@ def fork(
 def timeout(
     context: typer.Context,
     sandbox_id: SandboxId,
-    duration: Annotated[int, typer.Argument(parser=parse_duration, help="From now: 90, 5m, 1h30m, 1d.")],
+    duration: Annotated[str, typer.Argument(metavar=DURATION_NAME, help="From now: 90, 5m, 1h30m, 1d.")],
 ) -> None:
     """Set when a sandbox ends, earlier or later than now planned."""
-    client_of(context).call_running("POST", sandbox_id, "timeout", json={"timeout": duration})
+    client_of(context).call_running("POST", sandbox_id, "timeout", json={"timeout": parse_duration(duration)})
     _say_until(context, sandbox_id)
 
 
@@ -263,31 +267,3 @@ def logs(
         return
     for entry in answer["logEntries"]:
         print(f"{entry['timestamp']} {entry['level']:5} {plain(entry['message'])}")
-
-
-def delete(
-    context: typer.Context,
-    sandbox_ids: Annotated[
-        list[str] | None, typer.Argument(help="Ids.", autocompletion=complete_sandbox, show_default=False)
-    ] = None,
-    everything: Annotated[bool, typer.Option("--all", help="Every sandbox there is.")] = False,
-    metadata: Annotated[list[str] | None, typer.Option("--metadata", "-m", help="All that match NAME=VALUE.")] = None,
-) -> None:
-    """Delete sandboxes, running or paused, with everything in them."""
-    client = client_of(context)
-    chosen = list(sandbox_ids or [])
-    if everything or metadata:
-        wanted = pairs(metadata, "metadata")
-        found = client.pages("v2", "sandboxes")
-        chosen += [one["sandboxID"] for one in found if wanted.items() <= (one.get("metadata") or {}).items()]
-    if not chosen and not everything and not metadata:
-        raise CliError("which sandbox?", hint="give ids, --metadata NAME=VALUE or --all", code=USAGE)
-    failures = 0
-    for sandbox_id in dict.fromkeys(chosen):
-        try:
-            client.call("DELETE", "sandboxes", sandbox_id)
-        except CliError as error:
-            complain(sandbox_id, error.message, error.hint)
-            failures += 1
-    if failures:
-        raise typer.Exit(1)

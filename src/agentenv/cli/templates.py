@@ -14,6 +14,7 @@ from typer.core import TyperGroup
 
 from agentenv.cli.client import USAGE, CliError, told
 from agentenv.cli.context import client_of
+from agentenv.cli.delete import delete_each
 from agentenv.cli.output import for_people, out, print_json, progress_bar, show, working
 from agentenv.cli.sandboxes import Json, Quiet, SandboxId, complete_template
 from agentenv.model.limits import DISK_MIB, MEMORY_MIB, VCPU_COUNT
@@ -108,8 +109,7 @@ def delete_template(
     ],
 ) -> None:
     """Delete templates or snapshots; sandboxes made from them live on."""
-    for name in names:
-        client_of(context).call("DELETE", "templates", name)
+    delete_each(client_of(context), "templates", names)
 
 
 @snapshots.command("create")

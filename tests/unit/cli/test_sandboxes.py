@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 import pytest
 import typer
 
-from agentenv.cli.sandboxes import parse_duration
+from agentenv.cli.times import parse_duration
 from agentenv.model.errors import Exhausted
 from agentenv.node.contract import LogLine
 from tests.unit.cli.world import NOBODY, Terminal, World
@@ -96,8 +96,23 @@ def test_info_on_a_terminal(world: World, aenv: Terminal) -> None:
     run = aenv.on_pty("info", sandbox.id)
 
     assert run.code == 0
-    assert f"sandboxID: {sandbox.id}" in run.out
-    assert "[/b]" in run.out
+    lines = run.out.splitlines()
+    assert f"sandboxID: {sandbox.id}" in lines
+    assert "metadata.a: [/b]" in lines
+    assert "lifecycle.autoResume: no" in lines
+    assert "{" not in run.out
+
+
+@pytest.mark.slow
+def test_info_shows_a_token_only_to_programs_and_on_request(world: World, aenv: Terminal) -> None:
+    sandbox = world.node.add_sandbox(secure=True)
+    token = json.loads(aenv("info", sandbox.id).out)["envdAccessToken"]
+
+    hidden, shown = aenv.on_pty("info", sandbox.id), aenv.on_pty("info", "--show-secrets", sandbox.id)
+
+    assert token not in hidden.out
+    assert "envdAccessToken: (hidden; --show-secrets)" in hidden.out.splitlines()
+    assert f"envdAccessToken: {token}" in shown.out.splitlines()
 
 
 def test_pause_and_resume(world: World, aenv: Terminal) -> None:
@@ -110,6 +125,21 @@ def test_pause_and_resume(world: World, aenv: Terminal) -> None:
     assert "409" in again.err
     assert aenv("resume", sandbox.id, "-t", "10m").code == 0
     assert world.state(sandbox.id) == "running"
+
+
+def test_the_help_of_resume_says_what_becomes_of_the_time_that_was_left(aenv: Terminal) -> None:
+    told = " ".join(aenv("resume", "--help").out.split())
+
+    assert "--timeout from now, 5m if not given" in told
+    assert "however much time was left" in told
+
+
+@pytest.mark.parametrize("command", ["start", "resume", "fork", "timeout"])
+def test_help_does_not_call_a_length_of_time_a_number(aenv: Terminal, command: str) -> None:
+    line = next(one for one in aenv(command, "--help").out.splitlines() if ": 90" in one)
+
+    assert "DURATION" in line
+    assert "<int>" not in line
 
 
 def test_fork_prints_every_child_and_fails_with_one(world: World, aenv: Terminal) -> None:
@@ -157,6 +187,16 @@ def test_timeout(world: World, aenv: Terminal) -> None:
     assert aenv("timeout", sandbox.id, "soon").code == 2
     assert aenv("timeout", sandbox.id, "9" * 30 + "h").code == 1
     assert aenv("start", "-t", "soon").code == 2
+
+
+@pytest.mark.parametrize("text", ["-5", "-5m", "-1h"])
+@pytest.mark.parametrize("words", [["timeout", NOBODY], ["start", "-t"], ["resume", NOBODY, "--timeout"]])
+def test_a_negative_length_of_time_is_told_as_that(aenv: Terminal, words: list[str], text: str) -> None:
+    run = aenv(*words, text)
+
+    assert run.code == 2
+    assert "is not a length of time" in run.err
+    assert "option:" not in run.err.lower()
 
 
 def test_logs_piped_are_json(world: World, aenv: Terminal) -> None:
@@ -247,6 +287,21 @@ def test_delete_all(world: World, aenv: Terminal) -> None:
     assert aenv("delete", "--all").code == 0
     assert world.ids == set()
     assert aenv("delete", "--all").code == 0
+
+
+@pytest.mark.slow
+def test_delete_on_a_terminal_tells_of_each(world: World, aenv: Terminal) -> None:
+    first, second, third = (world.node.add_sandbox().id for _ in range(3))
+
+    assert aenv.on_pty("delete", first).out.splitlines() == [f"deleted {first}"]
+    assert {*aenv.on_pty("delete", "--all").out.splitlines()} == {f"deleted {second}", f"deleted {third}"}
+    assert aenv.on_pty("delete", "--all").out.splitlines() == ["no sandbox to delete"]
+
+
+def test_delete_piped_is_silent(world: World, aenv: Terminal) -> None:
+    run = aenv("delete", world.node.add_sandbox().id)
+
+    assert (run.code, run.out, run.err) == (0, "", "")
 
 
 def test_delete_nothing_is_wrong_usage(world: World, aenv: Terminal) -> None:

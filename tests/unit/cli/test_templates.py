@@ -32,6 +32,23 @@ def test_delete(world: World, aenv: Terminal) -> None:
     assert aenv("template", "delete", "base:default").code == 0  # a colon is quoted and understood
 
 
+def test_a_failed_delete_stops_none_of_the_others(world: World, aenv: Terminal) -> None:
+    world.node.add_template("other")
+
+    run = aenv("template", "delete", "nothing", "other")
+
+    assert (run.code, run.out) == (1, "")
+    assert run.err.startswith("nothing: ")
+    assert aenv("template", "delete", "other").code == 1
+
+
+@pytest.mark.slow
+def test_delete_on_a_terminal_tells_of_each(world: World, aenv: Terminal) -> None:
+    world.node.add_template("other")
+
+    assert aenv.on_pty("template", "delete", "other").out.splitlines() == ["deleted other"]
+
+
 @pytest.mark.parametrize("words", [["snapshot"], ["snapshot", "create"]])
 def test_a_snapshot_is_made_listed_and_deleted(world: World, aenv: Terminal, words: list[str]) -> None:
     sandbox = world.node.add_sandbox()
