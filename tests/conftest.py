@@ -5,6 +5,7 @@ is the lack of a capability listed in AENV_REQUIRE (comma-separated; CI sets it)
 """
 
 import os
+import signal
 from collections import Counter
 from collections.abc import Generator
 from pathlib import Path
@@ -16,6 +17,10 @@ from hypothesis import settings
 
 from agentenv.guest.image import GuestImage, load_guest
 from tests.capabilities import BASE_ROOTFS, GUEST_DIR, PROBES, find_envd, lack_of
+
+# A job that a shell starts in the background ignores SIGINT, and so would every program that a test interrupts.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 _LACKS = pytest.StashKey[list[str]]()
 _TALLY = pytest.StashKey[Counter[str]]()

@@ -6,7 +6,7 @@ import subprocess
 
 import pytest
 
-from tests.unit.cli.world import NOBODY, WAIT_S, Terminal, World
+from tests.unit.cli.world import NOBODY, WAIT_S, Terminal, World, started
 
 
 @pytest.fixture
@@ -69,7 +69,7 @@ def test_input_is_left_alone_unless_asked_for(world: World, aenv: Terminal, sand
 
 @pytest.mark.slow
 def test_a_command_ends_with_the_reader_of_its_output(world: World, aenv: Terminal, sandbox: str) -> None:
-    with subprocess.Popen(
+    with started(
         aenv.command("exec", sandbox, "yes"), env=aenv.environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as child:
         assert child.stdout is not None
@@ -84,7 +84,7 @@ def test_a_command_ends_with_the_reader_of_its_output(world: World, aenv: Termin
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_command_ends_with_us(world: World, aenv: Terminal, sandbox: str, number: signal.Signals) -> None:
-    with subprocess.Popen(
+    with started(
         aenv.command("exec", sandbox, "yes"), env=aenv.environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as child:
         assert child.stdout is not None

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from tests.unit.cli.world import WAIT_S, Terminal, World
+from tests.unit.cli.world import WAIT_S, Terminal, World, started
 
 pytestmark = pytest.mark.slow
 
@@ -33,7 +33,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 
 def test_ctrl_c_asks_the_command_to_end_and_the_second_one_kills_it(world: World, aenv: Terminal, sandbox: str) -> None:
-    with subprocess.Popen(
+    with started(
         aenv.command("exec", sandbox, "stubborn"), env=aenv.environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as child:
         assert child.stdout is not None
@@ -49,7 +49,7 @@ def test_ctrl_c_asks_the_command_to_end_and_the_second_one_kills_it(world: World
 
 
 def test_ctrl_c_before_the_command_has_started_ends_us(world: World, aenv: Terminal, sandbox: str) -> None:
-    with subprocess.Popen(
+    with started(
         aenv.command("exec", sandbox, "mute"), env=aenv.environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as child:
         wait_until(lambda: bool(world.agent.started))
@@ -91,7 +91,7 @@ def shell(aenv: Terminal, *arguments: str) -> Iterator[Shell]:
     environment = {**aenv.environment, "TERM": "vt220"}
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
     try:
-        with subprocess.Popen(
+        with started(
             aenv.command("shell", *arguments), env=environment, stdin=terminal, stdout=terminal, stderr=terminal
         ) as child:
             yield (opened := Shell(child, end, terminal))

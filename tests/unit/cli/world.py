@@ -8,7 +8,8 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from ipaddress import IPv4Address
 from pathlib import Path
@@ -146,3 +147,13 @@ def _read(descriptor: int) -> bytes:
         return os.read(descriptor, 65536)
     except OSError:  # EIO: nobody has the other end any more
         return b""
+
+
+@contextmanager
+def started(command: list[str], **options: Any) -> Iterator["subprocess.Popen[bytes]"]:
+    """The process *command*, which a test that failed does not wait for."""
+    with subprocess.Popen(command, **options) as child:
+        try:
+            yield child
+        finally:
+            child.kill()
