@@ -207,7 +207,7 @@ def storage(places: Places) -> Finding:
         return Finding("storage", False, error.message, "the server does not start", error.hint or "")
     if chosen.back_end is BackEnd.LAYERED:
         return Finding("storage", True, f"layered images over FUSE: {chosen.reason}")
-    less = "no live snapshots, no balloon; a pause writes all that changed since the template"
+    less = "no balloon; a pause writes all that changed since the template"
     return Finding("storage", None, f"plain files: {chosen.reason}", less)
 
 
