@@ -114,12 +114,12 @@ def build_venv() -> None:
 
 def build_envd() -> None:
     command = ["cargo", "build", "--release", "--locked", "--package", "envd", "--target", TARGET]
-    console.run("guest agent", "crates.io", command, log("cargo"), cwd=ROOT)
+    console.run("guest agent", "Rust's", command, log("cargo"), cwd=ROOT)
 
 
 def build_storaged() -> None:
     command = ["cargo", "build", "--release", "--locked", "--package", "storaged", "--target", TARGET]
-    console.run("storage daemon", "crates.io", command, log("cargo-storaged"), cwd=ROOT)
+    console.run("storage daemon", "Rust's", command, log("cargo-storaged"), cwd=ROOT)
     # Where a server that runs from this environment finds it.
     beside = VENV / "bin/storaged"
     beside.unlink(missing_ok=True)
