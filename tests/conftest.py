@@ -18,9 +18,10 @@ from hypothesis import settings
 from agentenv.guest.image import GuestImage, load_guest
 from tests.capabilities import BASE_ROOTFS, GUEST_DIR, PROBES, find_envd, lack_of
 
-# A job that a shell starts in the background ignores SIGINT, and so would every program that a test interrupts.
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+# What a shell starts in the background ignores SIGINT, and under nohup SIGHUP; so would every program of a test.
+for ignored in (signal.SIGINT, signal.SIGHUP):
+    if signal.getsignal(ignored) is signal.SIG_IGN:
+        signal.signal(ignored, signal.default_int_handler if ignored is signal.SIGINT else signal.SIG_DFL)
 
 _LACKS = pytest.StashKey[list[str]]()
 _TALLY = pytest.StashKey[Counter[str]]()
