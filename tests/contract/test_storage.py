@@ -6,7 +6,7 @@ Nothing here knows how bytes are kept.
 
 import asyncio
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Protocol
 
@@ -64,15 +64,17 @@ class Lab(Protocol):
     async def close(self) -> None: ...
 
 
-class PlainLab:
-    def __init__(self, root: Path) -> None:
-        self._root = root
+class RealLab:
+    """What maps memory is a process; *opened* makes the back end anew over the same data."""
+
+    def __init__(self, opened: Callable[[], Storage]) -> None:
+        self._opened = opened
         self._guests: list[MemoryGuest] = []
-        self.storage: Storage = PlainStorage(root)
+        self.storage = opened()
 
     async def restart(self) -> None:
         await self.storage.close()
-        self.storage = PlainStorage(self._root)
+        self.storage = self._opened()
         await self.storage.start()
 
     def map(self, path: Path) -> Memory:
@@ -88,34 +90,20 @@ class PlainLab:
         await self.storage.close()
 
 
-class LayeredLab:
+class PlainLab(RealLab):
+    def __init__(self, root: Path) -> None:
+        super().__init__(lambda: PlainStorage(root))
+
+
+class LayeredLab(RealLab):
     """The daemon is one of its own, and ends with the lab."""
 
     def __init__(self, root: Path, runtime: Path) -> None:
-        self._root = root
+        super().__init__(lambda: LayeredStorage(root, runtime, str(find_storaged())))
         self._runtime = runtime
-        self._guests: list[MemoryGuest] = []
-        self.storage: Storage = self._server()
-
-    def _server(self) -> LayeredStorage:
-        return LayeredStorage(self._root, self._runtime, str(find_storaged()))
-
-    async def restart(self) -> None:
-        await self.storage.close()
-        self.storage = self._server()
-        await self.storage.start()
-
-    def map(self, path: Path) -> Memory:
-        self._guests.append(MemoryGuest(path))
-        return self._guests[-1]
-
-    def stranger(self) -> int:
-        return os.getpid()
 
     async def close(self) -> None:
-        for guest in self._guests:
-            guest.kill()
-        await self.storage.close()
+        await super().close()
         end_daemon(self._runtime)
 
 
